@@ -1,6 +1,6 @@
 """dtron: PyTorch-native training of large transformers.
 
-Names are resolved when first used, so that `import dtron.models` loads no trainer.
+The names in `__all__` are imported on first use: `import dtron.models` imports no trainer.
 """
 
 import importlib

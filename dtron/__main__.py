@@ -1,4 +1,4 @@
-"""python -m dtron COMMAND ..."""
+"""Entry point of `python -m dtron COMMAND ...`."""
 
 import sys
 

@@ -32,13 +32,13 @@ from dtron.setup.versions import warn_untested
 
 _GRACE_SECONDS = 10
 _LATER_SECONDS = 60
-"""Added to the time of a failure that is not the first cause, in torchrun's report."""
+"""Added to the timestamp of a secondary failure, so that torchrun reports the first failure."""
 _CLOSED = 141
-"""Exit status of programs whose reader has closed the pipe: 128 plus SIGPIPE's number."""
+"""Exit status if the reader of stdout has closed the pipe: 128 plus the number of SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status."""
+    """Train according to the command-line arguments; return the exit status."""
     try:
         check_words(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_intermixed_args(arguments)
@@ -46,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = RunConfig.load(options.config, options.overrides, _completed)
         check_not_moved(options.config, config.run.dir, options.overrides)
         if options.dry_run:
-            from dtron.plan.command import dry_run  # after --help, which needs no torch
+            from dtron.plan.command import dry_run  # imports torch, which --help does not need
 
             return _to_reader(lambda: dry_run(config, options.hardware))
         if options.hardware:
-            raise ConfigError(f"--hardware {options.hardware} has no effect without --dry-run")
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until `StopSignal` takes it
+            raise ConfigError(
+                f"--hardware {options.hardware} has no effect without --dry-run; add --dry-run"
+            )
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `StopSignal` unblocks it
         _train(config)
     except DtronError as error:
         return _refuse(error)
@@ -60,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(config: RunConfig) -> None:
     from dtron.plan.automatic import at_start
-    from dtron.training.trainer import Trainer  # which needs torch
+    from dtron.training.trainer import Trainer  # imports torch
 
     trainer = Trainer(config, at_start)
     config = trainer.config
     try:
-        if trainer.place.device.type == "cpu":  # a GPU's allocator fails with an error
-            from dtron.plan.remedies import check_step_memory  # other runs need no planner
+        if trainer.place.device.type == "cpu":  # on GPUs, the allocator raises an error
+            from dtron.plan.remedies import check_step_memory  # imported only if it is needed
 
             check_step_memory(config, trainer.place)
         trainer.fit()
@@ -79,14 +81,14 @@ def _train(config: RunConfig) -> None:
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     from dtron.checkpoint.initial_weights import (
-        fill_from_initial,  # not before --help and most errors, which need no torch
+        fill_from_initial,  # imports torch, which --help and most errors do not need
     )
 
     return fill_from_initial(values)
 
 
 def commands(arguments: Sequence[str] | None = None) -> int:
-    """Run `dtron COMMAND ...`; returns the exit status."""
+    """Run `dtron COMMAND ...`; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and words[0] in ("--version", "version"):
@@ -105,14 +107,14 @@ def commands(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    from dtron.bench.command import main as bench  # after `dtron --help`, which needs no torch
+    from dtron.bench.command import main as bench  # imports torch, which --help does not need
 
     return bench(arguments)
 
 
 def _convert(arguments: Sequence[str]) -> int:
     from dtron.checkpoint.convert import (
-        main as convert,  # after `dtron --help`, which needs no torch
+        main as convert,  # imports torch, which `dtron --help` does not need
     )
 
     paths = [word for word in arguments[1:] if not word.startswith("-")]
@@ -120,8 +122,8 @@ def _convert(arguments: Sequence[str]) -> int:
         return convert(arguments)
     if _is_of_dtron(Path(paths[0])):
         raise ConfigError(
-            f"{paths[0]} is a run or checkpoint of dtron, which from-hf does not take; use dtron "
-            "convert to-hf, or name it in checkpoint.initial"
+            f"{paths[0]} is a run or checkpoint of dtron, but from-hf reads a Hugging Face folder; "
+            "to export it, use dtron convert to-hf; to train from it, set checkpoint.initial"
         )
     try:
         return convert(arguments)
@@ -137,18 +139,24 @@ def _is_of_dtron(folder: Path) -> bool:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from dtron.plan.command import main as plan  # after `dtron --help`, which needs no torch
+    from dtron.plan.command import main as plan  # imports torch, which --help does not need
 
     return _to_reader(lambda: plan(arguments))
 
 
+def _data(arguments: Sequence[str]) -> int:
+    from dtron.data.command import main as data  # imports torch, which --help does not need
+
+    return _to_reader(lambda: data(arguments))
+
+
 def _to_reader(command: Callable[[], int]) -> int:
-    """Run what prints, until its reader has closed the pipe, as `| head` does."""
+    """Run a command that prints; return `_CLOSED` if the reader closes the pipe, as `head` does."""
     try:
         status = command()
-        sys.stdout.flush()  # here, where a closed pipe can be reported
+        sys.stdout.flush()  # raises BrokenPipeError here and not at exit
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
         return _CLOSED
     return status
 
@@ -156,10 +164,11 @@ def _to_reader(command: Callable[[], int]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
     "plan": (_plan, "predict the memory and speed of a run, without a GPU"),
+    "data": (_data, "prepare, show and count training data"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "convert": (
         _convert,
-        "turn Hugging Face folders into checkpoints and back",
+        "convert Hugging Face folders to checkpoints and back",
     ),
 }
 
@@ -177,23 +186,26 @@ def _commands_help() -> str:
 
 
 def _refuse(error: DtronError) -> int:
-    """Print an error once. One that all ranks have is printed by the first rank of a host, which
-    ends; torchrun ends the others, which print only if that does not happen, because the error is
-    theirs alone. A failure of one rank is printed by that rank, and by no other."""
-    import torch.distributed as dist  # not before --help, which needs no torch
+    """Print an error once; return or exit with status 1.
+
+    A rank prints its RankError at once, and never prints a PeerError. Any other error is expected
+    on all ranks: the first rank of each host prints it and ends, so that torchrun ends the other
+    ranks. A rank that is still alive after `_GRACE_SECONDS` prints its error, which only it has.
+    """
+    import torch.distributed as dist  # --help does not need torch
 
     from dtron.run.process import Place, drop_unwritten
 
     try:
         place = Place.of_environment()
-    except ConfigError:  # which is the error
+    except ConfigError:  # a variable of the environment is invalid
         place = Place(rank=0, local_rank=0, world_size=1)
     alone, shown = isinstance(error, RankError), str(error).replace("\n", "\n       ")
     first = alone or (place.local_rank == 0 and not isinstance(error, PeerError))
     _write_error_file(error, time.time() + (0 if first else _LATER_SECONDS))
     if isinstance(error, PeerError):
         if not error.stopped:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once that rank has ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun sends it to end this rank
             time.sleep(_GRACE_SECONDS)
     elif place.local_rank == 0 or alone:
         print(f"error: {shown}", file=sys.stderr, flush=True)
@@ -201,18 +213,18 @@ def _refuse(error: DtronError) -> int:
         time.sleep(_GRACE_SECONDS)
         print(f"error on rank {place.rank}: {shown}", file=sys.stderr, flush=True)
     if isinstance(error, NoProgressError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would restart all ranks again
+        os.kill(os.getppid(), signal.SIGTERM)  # otherwise torchrun restarts all ranks again
     if place.world_size > 1 and (alone or isinstance(error, PeerError) or dist.is_initialized()):
         drop_unwritten()
-        os._exit(1)  # threads that wait for other ranks in a collective would abort this one
+        os._exit(1)  # a normal exit aborts if threads are waiting in collectives
     return 1
 
 
 def _write_error_file(error: DtronError, seconds: float) -> None:
-    """Give torchrun the error for its own report, which has `<N/A>` otherwise, and names the rank
-    that failed first by these times, in whole seconds since the epoch.
+    """Write an error for torchrun's failure report, which otherwise shows `<N/A>`.
 
-    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
+    torchrun reports the rank with the smallest time, here `seconds` since the epoch, as the first
+    failure. Format: `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -231,18 +243,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
+        "--dry-run", action="store_true", help="run all checks of a start, print the plan and exit"
     )
-    rows = "of dtron plan, for the plan of --dry-run; default: this machine's, or h100"
+    rows = "hardware of dtron plan, for --dry-run; default: this machine's GPU, or h100"
     parser.add_argument("--hardware", default="", metavar="NAME", help=rows)
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file"
+        "overrides", nargs="*", metavar="section.key=value", help="overrides a key of the file"
     )
     return parser
 
 
 def _field_help() -> str:
-    """Every key with its default and docstring."""
+    """Return every key with its default, docstring and legal values, for --help."""
     lines, section = ["keys:"], ""
     for key, default, doc in fields(RunConfig):
         if key.split(".")[0] != section:

@@ -1,4 +1,4 @@
-"""Where train.py and `dtron` begin: signals are answered before anything slow is imported."""
+"""Entry points of train.py and `dtron`, which handle signals before slow imports."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def train() -> int:
-    """Train as the arguments of the command line say; returns the exit status."""
+    """Train according to the command line; return the exit status."""
     _leave_out_frames()
     _end_on_signals()
     _end_with_launcher()
@@ -18,7 +18,7 @@ def train() -> int:
 
 
 def commands() -> int:
-    """Run `dtron COMMAND ...`; returns the exit status."""
+    """Run `dtron COMMAND ...`; return the exit status."""
     _leave_out_frames()
     if sys.argv[1:2] == ["train"]:
         _end_on_signals()
@@ -27,49 +27,59 @@ def commands() -> int:
         from dtron.cli import commands
 
         return commands()
-    except KeyboardInterrupt:  # other commands clean up behind them
+    except KeyboardInterrupt:  # not from `train`; the command has cleaned up
         print("SIGINT: stopped", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
 
 
 def _leave_out_frames() -> None:
-    """torch warns of each store whose rank has ended, by a page of C++ frames; it reads the level
-    when it is imported. Errors stay."""
+    """Hide torch's C++ warnings: each store of an ended rank logs a page of C++ frames.
+
+    Errors are still logged. torch reads the level when it is imported.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _end_on_signals() -> None:
-    """Until training takes signals over, and after it: there is nothing to save. SIGUSR1 waits, so
-    that all ranks stop together."""
+    """Exit at once on SIGINT and SIGTERM before and after training, when there is nothing to save.
+
+    Block SIGUSR1 until `StopSignal` handles it, so that all ranks stop together.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def _end_with_launcher() -> None:
-    """SIGTERM when torchrun dies, which cannot end its ranks then: they save and end, as for any
-    SIGTERM. Linux alone has this; elsewhere ranks train on."""
+    """Make Linux send SIGTERM to this rank if torchrun dies, so that the rank saves and ends.
+
+    On other systems the rank continues to train.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
-    import ctypes  # not before signals are answered
+    import ctypes  # after the signal handlers are set
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() == 1 and not _is_launcher("/proc/1/cmdline"):
-        os.kill(os.getpid(), signal.SIGTERM)  # it was dead before
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun died before the call of prctl
 
 
 def _is_launcher(command: str) -> bool:
-    """Whether process 1 is torchrun or a script that calls it, as in a container."""
+    """Whether process 1 is torchrun or a Python script, as in some containers.
+
+    Args:
+        command: path of the file with the command line of process 1.
+    """
     try:
         with open(command, "rb") as file:
             words = file.read()
-    except OSError:  # hidden, by hidepid
+    except OSError:  # hidden by the mount option hidepid
         return True
     return b"python" in words or b"torch" in words
 
 
 def _end(number: int, _frame: object) -> None:
-    # An exception would be lost in callbacks, or printed by the library that is being imported.
+    # No exception: callbacks may swallow it, and a library that is being imported may print it.
     try:  # noqa: SIM105, contextlib is not imported yet
         sys.stdout.flush()
     except Exception:

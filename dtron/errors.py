@@ -1,6 +1,6 @@
-"""Every error a user can cause, each naming key, value, rule and fix.
+"""Errors that a user can cause; each message names key, value, rule and fix.
 
-A DtronError is printed without a traceback; anything else that is raised is our own bug.
+A DtronError is printed without a traceback. Any other exception is a bug of dtron.
 """
 
 import argparse
@@ -22,8 +22,8 @@ _CONTROL = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) n
 class DtronError(Exception):
     """A user error; the message says how to fix it.
 
-    It may quote a file that somebody else wrote: it is cut in the middle beyond 10,000 characters,
-    and control characters, which a terminal would obey, are escaped.
+    A message may quote an untrusted file. So a message of more than 10,000 characters is cut in the
+    middle, and control characters, which a terminal would execute, are escaped.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -31,35 +31,35 @@ class DtronError(Exception):
 
 
 class ConfigError(DtronError, ValueError):
-    """A setting that is unknown, of the wrong type, or cannot work with the others."""
+    """A setting is unknown, has the wrong type, or is incompatible with other settings."""
 
 
 class PlacementError(DtronError, ValueError):
-    """A pattern that matches nothing, or a parameter that no rule covers."""
+    """Modules, parameters or tensors do not match the placements, FSDP units or stages."""
 
 
 class DataError(DtronError, ValueError):
-    """A data or tokenizer file that is missing or cannot be read; names file and line."""
+    """A data or tokenizer file is missing or unreadable; the message names the file."""
 
 
 class CheckpointError(DtronError, ValueError):
-    """A checkpoint that is missing, incomplete or of another model."""
+    """A checkpoint is missing, incomplete, or of another model."""
 
 
 class TrainingError(DtronError, RuntimeError):
-    """Training that cannot go on, as with too many non-finite gradients in a row."""
+    """Training cannot continue, for example after too many non-finite gradients in a row."""
 
 
 class RankError(TrainingError):
-    """A failure of one rank alone, which prints it at once; the other ranks end without a word."""
+    """One rank has failed: it prints this error at once. The other ranks end without a message."""
 
 
 class OutOfMemoryError(RankError):
     """An allocation failed.
 
     Args:
-        needed: bytes that this rank had in use, with those that it could not get.
-        room: bytes that it can have.
+        needed: bytes that this rank needs: maximum of the peak and of (in use + requested).
+        room: bytes that this rank can have in use.
     """
 
     def __init__(self, message: str, needed: float, room: float) -> None:
@@ -68,14 +68,14 @@ class OutOfMemoryError(RankError):
 
 
 class NoProgressError(RankError):
-    """Restart after restart has ended without a new checkpoint: the job ends too."""
+    """Too many restarts in a row have ended without a new checkpoint; the job ends."""
 
 
 class PeerError(TrainingError):
-    """Another rank has failed and prints why.
+    """Another rank has failed; that rank prints the reason.
 
     Args:
-        stopped: torchrun has already sent SIGTERM to this rank, so that it knows of the failure.
+        stopped: whether torchrun has sent SIGTERM to this rank and so knows of the failure.
     """
 
     def __init__(self, message: str, stopped: bool = False) -> None:
@@ -84,21 +84,20 @@ class PeerError(TrainingError):
 
 
 def note(message: str, kind: str = "note") -> None:
-    """Print a line on the first rank, before there is a log."""
+    """Print a line to stderr on rank 0, before logging is set up."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{kind}: {message}", file=sys.stderr, flush=True)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigErrors."""
+    """An argument parser that raises a ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is reported as any other user error."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse common slips of a command line that takes --config FILE and section.key=value.
+    """Check a command line of --config FILE and section.key=value for common mistakes.
 
     Raises:
         ConfigError: a second --config, a file without --config, or a key with "--".
@@ -111,8 +110,8 @@ def check_words(words: Sequence[str]) -> None:
     ]
     if len(files) > 1:
         raise ConfigError(
-            f"--config is given twice, {' and '.join(files)}; a run has one file: put all in it, "
-            "or add section.key=value"
+            f"--config is given twice, {' and '.join(files)}; use one file, and override its keys "
+            "with section.key=value"
         )
     for word, after in pairs:
         if key := re.fullmatch(r"--(\w+\.[\w.]+)(=.*)?", word, re.DOTALL):
@@ -124,15 +123,19 @@ def check_words(words: Sequence[str]) -> None:
         if word.endswith(".toml") and "=" not in word and not before.startswith("--")
     ]
     if not files and alone:
-        raise ConfigError(f"{alone[0]}: a config has an option's name; write --config {alone[0]}")
+        raise ConfigError(f"{alone[0]}: a config file follows --config; write --config {alone[0]}")
 
 
-_MOST_WORDS, _WORD = 300_000, 100  # which a file may have more and longer of
+_MOST_WORDS, _WORD = 300_000, 100  # limits, since words may come from untrusted files
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """`; did you mean X?` for the known word closest to `word`, or the one that it begins, or the
-    empty string."""
+    """Return `; did you mean X?` with the known word X that is most similar to `word`.
+
+    If no word is similar, X is a word that starts with `word`; without one, return an empty string.
+
+    X may also start with `word`. Without such a word, return an empty string.
+    """
     words = [name for name in itertools.islice(known, _MOST_WORDS) if len(name) <= _WORD]
     if len(word) > _WORD:
         return ""
@@ -184,16 +187,19 @@ ALIASES = {
     "model.override.activation": "hidden_act act_fn",
     "model.override.bias": "attention_bias qkv_bias",
 }
-"""What transformers, Megatron-LM and torchtitan call a key."""
+"""Key -> its names in transformers, Megatron-LM and torchtitan."""
 
 
 _UNITS = {"schedule.warmup": " It is a fraction of train.steps: N steps are N / train.steps"}
-"""Key -> what a value of another framework's key means in ours."""
+"""Key -> note on its unit, for keys that have another unit in other frameworks."""
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str:
-    """`; did you mean KEY?` for a dotted key, by its last part: what others call it, the same part
-    in another section, then a likeness in its own."""
+    """Return `; did you mean KEY?` for an unknown dotted key.
+
+    KEY is found from the last part of the unknown key: as a name in another framework, as a key of
+    another section, then as a similar key of its section.
+    """
     known = list(known)
     section, _, name = key.rpartition(".")
     split = [k.rpartition(".") for k in known]
@@ -203,7 +209,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
     elsewhere = [f"{own}.{last}" for own, _, last in split if last == name]
     if elsewhere and section != "model":
         return f"; did you mean {elsewhere[0]}?{_UNITS.get(elsewhere[0], '')}"
-    cutoff = 0.75 if section == "model" else 0.5  # where most keys are those of model.override
+    cutoff = 0.75 if section == "model" else 0.5  # most wrong keys belong to model.override
     if hint := nearest(name, [last for own, _, last in split if own == section], cutoff):
         return hint.replace("mean ", f"mean {section}.", 1)
     if elsewhere:
@@ -216,10 +222,10 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
 def config_error(
     error: ValidationError, prefix: str, known: Iterable[str], automatic: Iterable[str] = ()
 ) -> ConfigError:
-    """Return the failures of a pydantic model in the user's key names, one line per key.
+    """Convert a pydantic error to a ConfigError: one line per key, named as in the config.
 
     Args:
-        error: what pydantic raised.
+        error: the error from pydantic.
         prefix: key of the model's section (`model.override`), or "" for the whole config.
         known: every legal key, fully dotted, for the nearest-key hint.
         automatic: keys that may also be "auto".
@@ -233,7 +239,7 @@ def config_error(
 
 
 def _key_parts(failure: Any) -> list[str]:
-    """Return the parts of a failure's key, without the types that pydantic has tried."""
+    """Return the parts of a failure's key, without the names of types that pydantic has tried."""
     return [str(part) for part in failure["loc"] if part != "str" and "[" not in str(part)]
 
 
@@ -241,7 +247,7 @@ def _key_error(
     failures: list[Any], prefix: str, known: Iterable[str], automatic: Iterable[str]
 ) -> str:
     """Return the message for the failures of one key."""
-    # Of a value that may be a list, the last failure is that of an entry.
+    # For a list, the last failure is about an entry of the list.
     first = failures[-1] if isinstance(failures[0]["input"], list) else failures[0]
     key = ".".join([*([prefix] if prefix else []), *_key_parts(first)])
     if first["type"] == "extra_forbidden" and "." not in key:
@@ -250,7 +256,7 @@ def _key_error(
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}{nearest_key(key, known)}"
     if first["type"] == "missing":
-        return f"{key} is required and has no default"
+        return f"{key} is required and has no default; set it"
     shown = shorten(repr(first["input"]))
     if first["type"] in ("tuple_type", "list_type"):
         fix = f"{key}='{json.dumps([first['input']], default=str)}'"
@@ -265,11 +271,11 @@ def _key_error(
 
 
 _NUMBERS = {"int_type": r"[+-]?\d+", "float_type": r"(?i)[+-]?\d+(\.\d*)?(e[+-]?\d+)?"}
-"""Failure -> pattern of a text that would be such a number."""
+"""Type of a pydantic failure -> pattern of strings that are numbers of this type."""
 
 
 def _hint_of_value(key: str, failure: Any) -> str:
-    """Suggest a value in place of one of the wrong type; empty: none is known."""
+    """Return `; write VALUE` or `; did you mean VALUE?` for a wrong value; else an empty string."""
     kind, value = failure["type"], failure["input"]
     if kind == "bool_type":
         return "; write true or false"
@@ -285,14 +291,14 @@ def _hint_of_value(key: str, failure: Any) -> str:
 
 
 def first_failure(error: ValidationError) -> str:
-    """Return the first failure of a pydantic type, in one line."""
+    """Return the first failure of a pydantic validation, in one line."""
     failure = error.errors()[0]
     where = ".".join(map(str, failure["loc"]))
     return f"{where} = {shorten(repr(failure['input']))}: {failure['msg']}"
 
 
 def cause_of(error: Exception, path: object) -> str:
-    """What is wrong with a file, for a message that names its path, which an OSError names too."""
+    """Return the text of a file error without the path, which the caller's message names."""
     if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
         return error.strerror
     return str(error)
@@ -302,8 +308,10 @@ _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def hint_of_weights(path: str) -> str:
-    """Say what to do if a path to weights is of another kind: a pickle, or a name on the Hugging
-    Face Hub; empty: it is neither."""
+    """Return a fix for a path to weights that dtron cannot read; empty: no fix is known.
+
+    Such a path is a pickle, or a name on the Hugging Face Hub.
+    """
     if path.lower().endswith(_PICKLES):
         return (
             "; dtron does not read pickles, which can run any code: save the model as safetensors, "
@@ -317,11 +325,11 @@ def hint_of_weights(path: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with control characters escaped, except tabs and line breaks."""
+    """Escape control characters, except tabs and line breaks."""
     return text.translate(_CONTROL)
 
 
 def shorten(text: str, most: int = 80) -> str:
-    """A text of at most this many characters, cut in the middle."""
+    """Shorten a text to at most `most` characters; the middle is cut out."""
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"

@@ -1,12 +1,11 @@
-"""float8 training: recipes, layers, communication, and what shows how accurate they are."""
+"""float8 training: recipes, layers, communication, and statistics of their accuracy."""
 
 if __name__ == "float8":
-    raise ImportError(
-        "import dtron.float8: the folder float8/ is a package of dtron, not a top-level one"
-    )
+    raise ImportError("float8/ is not a top-level package; use import dtron.float8")
 
 from dtron.float8.convert import convert, layer_names
-from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import RECIPES, Recipe
+from dtron.float8.scales import ScaleGroups
 
 __all__ = ["RECIPES", "Float8Linear", "Recipe", "ScaleGroups", "convert", "layer_names"]

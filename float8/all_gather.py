@@ -1,23 +1,23 @@
 """Communication in float8: weights over data-parallel ranks, inputs over the ranks of tp.
 
-Weights. FSDP2 lets a sharded tensor choose what is gathered: here its float8 values, with a scale
-that all ranks know, since one reduction after each update gives the scales of all weights. The
-gathered values are those that the layer would have cast itself from weights gathered in float32.
+Weights. FSDP2 lets a sharded tensor choose what is gathered: here its float8 values. All ranks know
+the scales: one reduction after each update computes the scales of all weights. The gathered values
+equal those that the layer would cast from weights gathered in float32.
 
     shard (float32) --scale--> float8 --all-gather, 1 byte per element--> weight of the matmul
 
-The parameter stays a plain tensor; FSDP finds the hooks attached to it when it is first used. One
-cast has to serve the output and the input's gradient: recipes that need two send as many bytes as
-bfloat16.
+The parameter stays a plain tensor, on which FSDP finds the hooks at its first use. One cast of the
+weight has to serve both the output and the input's gradient: with two casts, as many bytes would be
+sent as in bfloat16.
 
-Inputs. Under sequence parallelism each rank holds a part of the tokens. `GatherInput` casts it with
-the scale of the whole input, gathers one byte per element, and gives the layers the dequantised
-values. They cast these with the same scale to the same float8 values, so that nothing is rounded
-twice. The gradient is reduce-scattered in its own dtype.
+Inputs. Under sequence parallelism each rank holds a shard of the tokens. `GatherInput` casts the
+shard with the scale of the whole input, gathers one byte per element, and passes the dequantised
+values to the layers. The layers cast them with the same scale to the same float8 values, so that
+nothing is rounded twice. The gradient is reduce-scattered in its own dtype.
 
-gloo does not support float8 tensors: all are sent as uint8 views.
+gloo does not support float8 tensors, so float8 values are sent as uint8 views.
 
-Source: torchao.float8.fsdp_utils, whose tensor type the gathered weights have.
+Source: torchao.float8.fsdp_utils; gathered weights are tensors of torchao's Float8TrainingTensor.
 """
 
 import functools
@@ -36,9 +36,10 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.nn.functional import pad
 
 from dtron.errors import ConfigError
-from dtron.float8.casting import Scaled, dequantize, largest, quantize, scale_of
+from dtron.float8.casting import Scaled, dequantize, largest, quantize
 from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Cast
+from dtron.float8.scales import scale_of
 from dtron.kernels.float8 import cast_plain
 from dtron.kernels.torch_internals import norms
 from dtron.parallelisms.fsdp.torch_internals import sharded_tensor
@@ -62,7 +63,7 @@ class WeightGather:
     forward and after each update or load of weights.
 
     Args:
-        layers: of one rank, with sharded weights, each shard of equal size; their recipe casts
+        layers: layers of this rank, with weights in shards of equal size; their recipe casts
             weights once (`Recipe.casts_weight_once`).
         fsdp_group: ranks that FSDP gathers from.
         scale_group: ranks that share the scales of weights or of their blocks.
@@ -96,11 +97,11 @@ class WeightGather:
         scales = scale_of(amax, cast).split([grid.numel() for grid in grids])
         for shard, scale, grid in zip(self.shards, scales, grids, strict=True):
             shard.check()
-            shard.scale = scale.view(grid)  # of blocks: (rows, columns)
+            shard.scale = scale.view(grid)  # () or (block rows, block columns)
 
 
 class _WeightShard:
-    """FSDP2's hooks of one weight; see `torch.distributed.fsdp.fully_shard`."""
+    """A rank's shard of one weight, with FSDP2's hooks before and after its all-gather."""
 
     def __init__(self, layer: Float8Linear, fsdp_group: dist.ProcessGroup) -> None:
         assert isinstance(layer.weight, DTensor), "weights are sharded before they are gathered"
@@ -109,18 +110,26 @@ class _WeightShard:
         self.local.fsdp_pre_all_gather = self.before
         self.local.fsdp_post_all_gather = self.after
         self.scale: Tensor | None = None
-        """() for the whole weight, or of its blocks."""
+        """Scale of the whole gathered weight, a scalar, or scales of its blocks.
+
+        The shape of the latter is (block rows, block columns).
+        """
         self.n_ranks, rank = fsdp_group.size(), fsdp_group.rank()
         self.first_row = rank * len(self.local)
-        """Of the gathered weight."""
+        """Index of the shard's first row in the gathered weight."""
 
     def check(self) -> None:
-        """Check that the hooks are on the tensor that FSDP gathers, or it would gather float32."""
+        """Check that FSDP gathers the tensor with the hooks.
+
+        Without them, the all-gather would not be in float8.
+        """
         assert sharded_tensor(self.weight) is self.local, "a float8 weight has been replaced"
 
     def block_amax(self) -> Tensor:
-        """Return the largest magnitudes of this rank's rows in each block of the gathered weight;
-        0 where a block has none of them."""
+        """Return the largest magnitude of this rank's rows in each block of the gathered weight.
+
+        The shape is (block rows, block columns). 0 for blocks without rows of this rank.
+        """
         height = self.format.tile[0]
         of_rows = largest(self.local, self._row_cast)  # (rows, blocks along the columns)
         n_rows = len(of_rows)
@@ -132,17 +141,17 @@ class _WeightShard:
 
     @property
     def _row_cast(self) -> Cast:
-        """The cast of one row of each block."""
+        """The cast with tiles of one row, as wide as a block."""
         return replace(self.format, tile=(1, self.format.tile[1]))
 
     @functools.cached_property
     def _block_of_row(self) -> Tensor:
-        """Row of blocks that each row of this rank lies in, int64 (rows,)."""
+        """Index of the block row that contains each row of this rank's shard, int64 (rows,)."""
         rows = torch.arange(len(self.local), device=self.local.device) + self.first_row
         return rows // self.format.tile[0]
 
     def before(self, _mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """Return (tensors to gather, metadata for `after`)."""
+        """Cast the shard to float8; return (tensors to gather, metadata for `after`)."""
         assert self.scale is not None, "scales are computed before weights are gathered"
         local = self.local.detach().contiguous()
         if self.format.whole:
@@ -161,8 +170,10 @@ class _WeightShard:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """Return the unsharded weight, as a tensor that appears to have `dtype`, and its inner
-        tensors."""
+        """Return (unsharded weight, as a float8 tensor that reports `dtype`; its inner tensors).
+
+        With `out`, the weight of an earlier all-gather, only set its scale and return None.
+        """
         from torchao.float8.float8_training_tensor import (
             Float8TrainingTensor,
             GemmInputRole,
@@ -170,7 +181,7 @@ class _WeightShard:
         )
 
         (data,), (scale,) = outputs, metadata
-        if out is not None:  # it has the same storage as before
+        if out is not None:  # FSDP has gathered into the storage of its data
             local: Any = sharded_tensor(out) if isinstance(out, DTensor) else out
             local._scale = scale
             return None
@@ -183,21 +194,21 @@ class _WeightShard:
 class GatherInput(Style):
     """Style that gathers a module's first argument in float8, instead of `prepare_input`.
 
-    The module may use it only as the input of float8 layers split by rows.
+    The module may use this argument only as the input of float8 layers split by rows.
 
     Args:
         cast: cast of the layers' input, with one scale for the whole input.
-        groups: names of the process groups whose ranks hold other parts of the input.
+        groups: names of the process groups whose ranks hold other shards of the input.
     """
 
     covers_parameters = False
 
     def __init__(self, cast: Cast, groups: Sequence[str]) -> None:
-        assert cast.whole, "parts of an input have its scale only if there is one"
+        assert cast.whole, "a float8 all-gather of inputs needs a per-tensor scale"
         self.cast, self.groups = cast, tuple(groups)
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See Style."""
+        """Register a pre-forward hook that gathers the argument; see Style."""
         size, group = mesh.size(), mesh.get_group().group_name
 
         def gather(_module: nn.Module, args: tuple) -> tuple:
@@ -207,7 +218,7 @@ class GatherInput(Style):
 
         for layer in module.modules():
             if isinstance(layer, Float8Linear):
-                # A partial sum, which `_Gather` reduces.
+                # The gradient stays a partial sum, which `_Gather` reduces.
                 layer.input_gradient = Replicate()
         module.register_forward_pre_hook(gather)
 
@@ -218,7 +229,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cast: Cast, groups: tuple[str, ...], tp: int, group: str
     ) -> Tensor:
-        """(B, T / tp, D) -> (B, T, D)."""
+        """Gather x (B, T tokens / tp, D) over tp in float8 and dequantise the result: (B, T, D)."""
         ctx.tp, ctx.group = tp, group
         mine = quantize(x.flatten(0, 1), cast, groups)
         sent = mine.data.view(torch.uint8).view(x.shape).contiguous()

@@ -1,25 +1,27 @@
 """Asynchronous tensor parallelism of float8 layers: matmuls fused with their collectives.
 
-What is gathered before a matmul is its float8 operand, with a scale that all ranks know; what is
-reduce-scattered after it is its result, in the dtype of computation.
+Before a matmul, its float8 operand is all-gathered, with a scale that all ranks know. After a
+matmul, its result is reduce-scattered in the dtype of computation.
 
     colwise   forward   all-gather of the input + matmuls of all siblings, fused
-              backward  grad_input: of one layer matmul + reduce-scatter, fused; of several the sum
-                        of their matmuls, whose reduce-scatter overlaps with grad_weight
+              backward  one layer: matmul of grad_input + reduce-scatter, fused; several layers:
+                        sum of their matmuls; the sum's reduce-scatter overlaps grad_weight
     rowwise   forward   matmul + reduce-scatter, fused
               backward  all-gather of the output's gradient + grad_input, fused
 
-grad_weight multiplies what was gathered, at once or deferred by a schedule: W has no cast and no
-collective. If matmuls are emulated, the same functions run unfused.
+grad_weight multiplies the gathered operands, immediately or deferred by a pipeline schedule to an
+action W, which has no cast and no collective. If matmuls are emulated, the same functions run
+unfused.
 
-The operators are called here, not by inductor's pass: after a flattened matmul it passes the flat
-matrix with the sequence's dim, so that torch 2.11 and 2.13 split sequences instead of tokens.
+This file calls the fused operators itself; it does not use inductor's pass. For flattened matmuls,
+the pass of torch 2.11 and 2.13 combines the flat matrix with the sequence's dim, and so splits
+sequences instead of tokens.
 
 Undocumented operators, tested with torch 2.11 and 2.13: fused_all_gather_scaled_matmul and
 fused_scaled_matmul_reduce_scatter of torch.ops.symm_mem.
 
-Recipes with per-tensor scales only: others cast gathered tensors again for grad_weight, with scales
-that gathered float8 values cannot serve. Shapes and sources: `parallelisms/tensor/async_tp.py`.
+Only recipes with per-tensor scales are supported: other recipes cast tensors again for grad_weight,
+with other scales than the gathered ones. Shapes and sources: `parallelisms/tensor/async_tp.py`.
 """
 
 from collections.abc import Sequence
@@ -28,16 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtron.float8.casting import (
-    Scaled,
-    quantize,
-    quantize_both,
-    quantize_weight,
-    scales_together,
-    turn_weight,
-)
+from dtron.float8.casting import Scaled, quantize, quantize_both, quantize_weight, turn_weight
 from dtron.float8.linear import Float8Linear, MatmulSettings, amax_of, scale_at
 from dtron.float8.products import product
+from dtron.float8.scales import scales_together
 from dtron.float8.weight_gradient import Float8Matmul, Operands
 from dtron.parallelisms.functional_collectives import all_gather, wait_tensor
 from dtron.parallelisms.pipeline.weight_gradients import DeferredMatmul, queue_weight_gradient
@@ -45,8 +41,8 @@ from dtron.parallelisms.tensor.async_tp import AsyncLinear, Ranks, local, start_
 
 _DIM = 0
 _ARGUMENTS = 6
-"""How many arguments a layer has, see `Float8Linear.matmul_arguments`. Those of several layers are
-passed by kind: all weights first."""
+"""Number of arguments per layer, see `Float8Linear.matmul_arguments`. The arguments of several
+layers are grouped by kind: first all weights, then all float8 data, and so on."""
 
 
 def all_gather_scaled_matmul(
@@ -57,14 +53,18 @@ def all_gather_scaled_matmul(
     fast_accumulation: bool,
     ranks: Ranks,
 ) -> tuple[Scaled, list[Tensor]]:
-    """All-gather the rows of an operand and multiply it with several others.
+    """All-gather the rows of `left` over tp, and compute left right^T for each of `rights`.
+
+    Shapes: M tokens, S summed features, N output features of a layer.
 
     Args:
         left: (M / tp, S), with the scale of the gathered operand.
         rights: (N, S) each.
-        dtype: as the following ones, see `product`.
+        dtype: dtype of the result.
+        emulate: whether to multiply the dequantised operands in float32 or float64.
+        fast_accumulation: whether the kernel may accumulate in less than float32.
     Returns:
-        The gathered operand (M, S), and its matmuls (M, N).
+        The gathered operand (M, S), and the result of each matmul (M, N).
     """
     data = left.data.contiguous()
     if _fuses(data, emulate):
@@ -96,12 +96,16 @@ def scaled_matmul_reduce_scatter(
     fast_accumulation: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """Multiply, and reduce-scatter the rows of the result.
+    """Compute left right^T, and reduce-scatter the rows of the result over tp.
+
+    Shapes: M tokens, S summed features, P output features.
 
     Args:
-        left: (M, S), the rank's shard.
-        right: (P, S), likewise.
-        dtype: as the following ones, see `product`.
+        left: (M, S), S sharded over tp.
+        right: (P, S), S sharded over tp.
+        dtype: dtype of the result.
+        emulate: whether to multiply the dequantised operands in float32 or float64.
+        fast_accumulation: whether the kernel may accumulate in less than float32.
     Returns:
         (M / tp, P).
     """
@@ -134,7 +138,11 @@ class _GatherMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, settings: MatmulSettings, ranks: Ranks, *layers: Any
     ) -> tuple[Tensor, ...]:
-        """(M / tp, D), arguments of layers with weights (N, D) -> (M, N) each."""
+        """Gather x (M / tp, D) over tp and multiply it by each layer's weight (N, D).
+
+        Return (M, N) per layer: M tokens, D width, N output features. `layers`: `matmul_arguments`
+        of the layers, grouped by kind.
+        """
         weights, data, scales, leaves, delayed, numbers = _equal_parts(layers, _ARGUMENTS)
         matmul, emulate = settings.recipe.output, settings.emulate
         x8 = quantize(x, matmul.left, settings.input, scale_at(delayed[0], 0))
@@ -206,7 +214,10 @@ class _GatherMatmul(torch.autograd.Function):
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, settings: MatmulSettings, ranks: Ranks, *layer: Any) -> Tensor:
-        """(M, N), arguments of a layer with weight (D, N) -> (M / tp, D)."""
+        """Multiply x (M, N) by the layer's weight (D, N) and reduce-scatter the rows: (M / tp, D).
+
+        M tokens, N input features, D width; scattered over tp. `layer`: its `matmul_arguments`.
+        """
         weight, data, scale, leaf, delayed, number = layer
         matmul, emulate = settings.recipe.output, settings.emulate
         x8 = quantize(x, matmul.left, settings.input, scale_at(delayed, 0))
@@ -240,7 +251,7 @@ class _MatmulScatter(torch.autograd.Function):
 
 
 def _equal_parts(values: Sequence[Any], n: int) -> list[Sequence[Any]]:
-    """n slices of equal length."""
+    """Split values into n slices of equal length."""
     length = len(values) // n
     return [values[i * length : (i + 1) * length] for i in range(n)]
 
@@ -252,7 +263,7 @@ def _quantize_weights(
     delayed: Sequence[Tensor | None],
     settings: MatmulSettings,
 ) -> list[Scaled]:
-    """Cast weights to float8; one reduction finds the scales of those that have none yet."""
+    """Cast weights to float8; one reduction computes all scales that are not known yet."""
     cast, known = settings.recipe.output.right, [scale_at(each, 1) for each in delayed]
     missing = [i for i, scale in enumerate(known) if scale is None and data[i] is None]
     if missing:
@@ -266,10 +277,10 @@ def _quantize_weights(
 
 
 class AsyncFloat8Linear(AsyncLinear, Float8Linear):
-    """An AsyncLinear with float8 matmuls. If nothing is fused, it is a Float8Linear."""
+    """An AsyncLinear with float8 matmuls. Without fusion it acts as a Float8Linear."""
 
     def gather_matmul(self, x: Tensor, siblings: Sequence["AsyncFloat8Linear"]) -> list[Tensor]:
-        """See AsyncLinear."""
+        """All-gather x in float8 and multiply it by the siblings' weights; see AsyncLinear."""
         settings, weights = self._settings_of_shards(), [local(each.weight) for each in siblings]
         calls = [
             each.matmul_arguments(x, weight) for each, weight in zip(siblings, weights, strict=True)
@@ -282,7 +293,7 @@ class AsyncFloat8Linear(AsyncLinear, Float8Linear):
         return list(outs)
 
     def matmul_scatter(self, x: Tensor) -> Tensor:
-        """See AsyncLinear."""
+        """Multiply x by the weight in float8 and reduce-scatter the result; see AsyncLinear."""
         settings, weight = self._settings_of_shards(), local(self.weight)
         arguments = self.matmul_arguments(x, weight)
         out = _MatmulScatter.apply(x, settings, self.ranks, *arguments)
@@ -291,12 +302,15 @@ class AsyncFloat8Linear(AsyncLinear, Float8Linear):
         return out
 
     def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
-        """See `queue_weight_gradient`."""
+        """Return the deferred weight gradient of queued operands; see `queue_weight_gradient`."""
         left, right, *scales = operands
         queued = Operands(left, right, tuple(scales), (self.role == "scatter", True))
         return Float8Matmul(queued, self.recipe.grad_weight, dtype, self.emulate)
 
     def _settings_of_shards(self) -> MatmulSettings:
-        """Each rank casts its shard before it is gathered: ranks of tp and cp hold shards of input
-        and gradient, ranks of tp shards of the weight."""
+        """Return settings for casts before an all-gather.
+
+        Input and gradient share scales over tp and cp, the weight over tp, since these ranks hold
+        their shards.
+        """
         return self._settings(self.groups.both, self.groups.tp, self.groups.both)

@@ -1,10 +1,9 @@
-"""Auto filter: find the linear layers that are faster in float8 on this device, by timing each
-shape.
+"""Auto filter: time each shape to find the linear layers that are faster in float8.
 
 Small matmuls take less time than the casts around them. A layer's time is that of its forward and
-backward under torch.compile, as in blocks, for N tokens, K input and O output features. Work that
-layers share is not included: reductions of scales, all-gathers of weights, the fused function of
-gate, up and down.
+backward under torch.compile, as in blocks, for N tokens, K input and O output features. It excludes
+what layers share: reductions of scales, all-gathers of weights, the fused function of gate, up
+and down.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +13,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Recipe
+from dtron.float8.scales import ScaleGroups
 
 Shape = tuple[int, int, int]
 """(N tokens, K input features, O output features) on a rank."""
@@ -39,7 +39,11 @@ class LayerTimes:
 def measure(
     shapes: Iterable[Shape], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> dict[Shape, LayerTimes]:
-    """Time each shape once, on one GPU; the GPU's memory and random state are left unchanged."""
+    """Time each distinct shape on one GPU.
+
+    The random state is kept, cached memory is freed, and compiled graphs and peak-memory statistics
+    are reset.
+    """
     found = {}
     with torch.random.fork_rng([device]):
         for shape in sorted(set(shapes)):
@@ -47,7 +51,7 @@ def measure(
                 plain = nn.Linear(shape[1], shape[2], bias=False, dtype=dtype)
             cast = Float8Linear.of(plain, recipe, False, ScaleGroups())
             found[shape] = LayerTimes(_seconds(plain, shape[0]), _seconds(cast, shape[0]))
-            torch.compiler.reset()  # each shape is a separate graph, and dynamo keeps few
+            torch.compiler.reset()  # each shape is a separate graph; dynamo keeps few graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return found
@@ -64,7 +68,7 @@ def table(worth: Mapping[Shape, LayerTimes]) -> str:
 
 
 def _seconds(layer: nn.Linear, tokens: int) -> float:
-    """Median seconds over some calls, between events of the current stream."""
+    """Return the median seconds of a forward and backward, between events of the stream."""
     weight = layer.weight
     x = torch.randn(
         tokens, layer.in_features, dtype=weight.dtype, device=weight.device, requires_grad=True

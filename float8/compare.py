@@ -1,9 +1,9 @@
-"""Two runs' loss curves in one picture, and how far apart they end: bf16 beside float8.
+"""Compare the loss curves of two runs, such as bf16 and float8: draw them, print their final gap.
 
     python -m dtron.float8.compare runs/bf16 runs/float8 --out compare.svg
 
-reads the metrics.jsonl of both. The gap is that of the means over the last steps that both have
-logged, relative to the first run's.
+reads the metrics.jsonl of both runs. The gap is (second - first) / first of the mean losses over
+the last steps that both runs have logged.
 """
 
 import argparse
@@ -22,43 +22,43 @@ INKS = ("#1f77b4", "#d62728")
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of one run by step."""
+    """Training losses by step, and the last validation loss, of one run."""
 
     name: str
     losses: dict[int, float]
-    """Of the steps that were logged."""
+    """Logged step -> loss."""
     validation: float | None
-    """The last held-out loss, if there is one."""
+    """The last validation loss; None: no validation loss was logged."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two curves over the steps that both have."""
+    """Two curves over the steps that both runs have logged."""
 
     first: Curve
     second: Curve
     steps: tuple[int, ...]
     last: int
-    """How many of the last steps are averaged."""
+    """Number of last steps to average."""
 
     @property
     def means(self) -> tuple[float, float]:
-        """Mean loss of both over the last steps."""
+        """Mean loss of each run over the last steps."""
         steps = self.steps[-self.last :]
         one, two = (sum(c.losses[s] for s in steps) for c in (self.first, self.second))
         return one / len(steps), two / len(steps)
 
     @property
     def gap(self) -> float:
-        """(second - first) / first of the means."""
+        """Relative difference of the mean losses, (second - first) / first."""
         one, two = self.means
         return (two - one) / one
 
     def summary(self) -> str:
-        """A few lines of text."""
+        """Return the losses and the gap, one line each."""
         n = len(self.steps[-self.last :])
         lines = [
-            f"{curve.name}  loss {mean:.4f} over its last {n} logged steps"
+            f"{curve.name}  loss {mean:.4f} over the last {n} common steps"
             + ("" if curve.validation is None else f", held-out {curve.validation:.4f}")
             for curve, mean in zip((self.first, self.second), self.means, strict=True)
         ]
@@ -66,10 +66,10 @@ class Comparison:
 
 
 def read_curve(run: Path) -> Curve:
-    """The losses of a run directory.
+    """Read the losses of a run directory.
 
     Raises:
-        ConfigError: it has no metrics.jsonl, or no loss in it.
+        ConfigError: the directory has no metrics.jsonl, or the file has no loss.
     """
     path = run / "metrics.jsonl"
     try:
@@ -81,7 +81,7 @@ def read_curve(run: Path) -> Curve:
     numbers = (int, float)
     losses = {row["step"]: row["loss"] for row in rows if type(row.get("loss")) in numbers}
     if not losses:
-        raise ConfigError(f"{path} holds no loss; the run has logged nothing yet")
+        raise ConfigError(f"{path} has no loss; wait until the run has logged a step")
     held_out = [
         row["validation_loss"] for row in rows if type(row.get("validation_loss")) in numbers
     ]
@@ -92,19 +92,19 @@ def compare(first: Path, second: Path, last: int = 50) -> Comparison:
     """Compare two run directories over the last steps that both have logged.
 
     Raises:
-        ConfigError: one has no losses, or they share no step.
+        ConfigError: `last` is less than 1, a run has no losses, or the runs share no step.
     """
     if last < 1:
-        raise ConfigError(f"--last {last}: at least one step is compared")
+        raise ConfigError(f"--last = {last} is less than 1; use 1 or more")
     one, two = read_curve(first), read_curve(second)
     steps = tuple(sorted(one.losses.keys() & two.losses.keys()))
     if not steps:
-        raise ConfigError(f"{first} and {second} have logged no step in common")
+        raise ConfigError(f"{first} and {second} have no logged step in common; use longer runs")
     return Comparison(one, two, steps, last)
 
 
 def draw(found: Comparison) -> str:
-    """Both curves as an SVG picture that stands alone, with its own white background."""
+    """Draw both curves as a self-contained SVG with a white background."""
     curves = (found.first, found.second)
     values = [curve.losses[step] for curve in curves for step in found.steps]
     low, high = min(values), max(values)
@@ -123,7 +123,7 @@ def draw(found: Comparison) -> str:
 def _place(
     steps: Sequence[int], low: float, high: float, step: int, loss: float
 ) -> tuple[float, float]:
-    """Where a point lies, in the picture's own units."""
+    """Return the coordinates (x, y) of a point in the SVG."""
     along = (step - steps[0]) / max(1, steps[-1] - steps[0])
     up = (loss - low) / (high - low or 1.0)
     return (
@@ -148,14 +148,14 @@ def _axes(steps: Sequence[int], low: float, high: float) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs from the command line; 0, or 2 after an error in the arguments."""
+    """Compare runs from the command line; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
-        prog="python -m dtron.float8.compare", description="Overlay two runs' loss curves."
+        prog="python -m dtron.float8.compare", description="Compare two runs' loss curves."
     )
     parser.add_argument("first", type=Path, help="run directory, such as that of bf16")
     parser.add_argument("second", type=Path, help="run directory, such as that of float8")
-    parser.add_argument("--last", type=int, default=50, help="how many logged steps are averaged")
-    parser.add_argument("--out", type=Path, help="where to write the picture, an SVG file")
+    parser.add_argument("--last", type=int, default=50, help="number of last steps to average")
+    parser.add_argument("--out", type=Path, help="path of the picture to write, an SVG file")
     args = parser.parse_args(arguments)
     try:
         found = compare(args.first, args.second, args.last)

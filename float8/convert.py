@@ -1,7 +1,7 @@
 """Choose the layers of a model to convert to float8, and convert them.
 
-The choice is made on the whole model, before pipeline stages and sharding, so that it is the same
-in every layout. Parameters keep their names and dtypes: checkpoints do not depend on float8.
+Layers are chosen on the whole model, before pipeline stages and sharding, so that the choice is the
+same in every layout. Parameters keep their names and dtypes: checkpoints do not depend on float8.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,8 +12,9 @@ from torch import nn
 
 from dtron.errors import ConfigError
 from dtron.float8.gated import Float8GatedUnit
-from dtron.float8.linear import Float8Linear, ScaleGroups
+from dtron.float8.linear import Float8Linear
 from dtron.float8.recipes import Recipe
+from dtron.float8.scales import ScaleGroups
 from dtron.parallelisms.placement import matches, select
 
 MULTIPLE = 16
@@ -31,11 +32,11 @@ class Choice:
     skip_first: int = 0
     skip_last: int = 0
     output: str = ""
-    """FQN of the head, if it is also converted."""
+    """FQN of the head, if the head is converted too; else empty."""
 
 
 def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
-    """FQNs of the linear layers to convert, in the model's order.
+    """Return the FQNs of the linear layers to convert, in the model's order.
 
     Raises:
         ConfigError: a pattern matches no linear layer, the dims of a named layer are not multiples
@@ -45,7 +46,7 @@ def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
     if choice.skip_first + choice.skip_last >= len(blocks):
         raise ConfigError(
             f"float8.skip_first = {choice.skip_first} and float8.skip_last = {choice.skip_last} "
-            f"leave none of the model's {len(blocks)} blocks; lower them"
+            f"skip all {len(blocks)} blocks of the model; lower them"
         )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     outside = {
@@ -70,7 +71,7 @@ def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
     if not chosen:
         raise ConfigError(
             "float8.filter leaves no layer: no linear layer of the blocks has dims that are "
-            f"multiples of {MULTIPLE}, or float8.skip names all; choose other ones"
+            f"multiples of {MULTIPLE}, or float8.skip names all; choose other layers"
         )
     return tuple(chosen)
 
@@ -83,11 +84,10 @@ def convert(
     groups: ScaleGroups = ScaleGroups(),
     kinds: Mapping[str, type[Float8Linear]] = MappingProxyType({}),
 ) -> None:
-    """Replace the named nn.Linear modules with float8 modules that have the same parameters, in
-    place.
+    """Replace, in place, the named nn.Linear modules by float8 modules with the same parameters.
 
     Args:
-        kinds: classes other than Float8Linear, by FQN.
+        kinds: class of the new module, by FQN; default: Float8Linear.
     """
     for name in names:
         linear = model.get_submodule(name)
@@ -98,10 +98,10 @@ def convert(
 
 
 def fuse(model: nn.Module, names: Collection[str]) -> None:
-    """Fuse each of the named gated feed-forward layers, silu(gate) up, into one function, in place.
+    """Fuse each of the named gated feed-forward modules, silu(gate) up, to one function, in place.
 
-    Only layers whose linear layers are float8 with per-tensor scales are fused. Other modules are
-    left unchanged.
+    Modules whose gate, up and down are float8 layers with per-tensor scales and without biases are
+    fused; other modules are left unchanged.
     """
     for name in names:
         module = model.get_submodule(name)
@@ -118,8 +118,8 @@ def _matching(patterns: Sequence[str], linears: Collection[str], key: str) -> se
         if not hits:
             first = next(iter(linears), "none")
             raise ConfigError(
-                f"{key}: pattern {pattern!r} matches no linear layer; names are such as {first}, "
-                "and * stands for one component"
+                f"{key}: pattern {pattern!r} matches no linear layer; use names such as {first}, "
+                "where * matches one component"
             )
         found |= hits
     return found

@@ -1,20 +1,20 @@
 """Delayed scaling: scales of inputs and gradients from earlier steps.
 
-    scale = largest / max of the largest magnitudes of the last H steps
+    scale = largest float8 / max |x| over the last H steps
 
-Values larger than any in those steps saturate. A step's largest magnitude is the maximum over its
-micro-batches and over all ranks that hold parts of the operand or of the batch, so that every
-layout has the same scales. Weights are known before the step: their scale comes from their values,
-computed once after each update. Both together take one reduction per step for all layers.
+Values larger than in these steps saturate. max |x| of a step is the maximum over its micro-batches
+and over all ranks that hold shards of the operand or of the batch, so that every layout has the
+same scales. Scales of weights are computed from their values, once after each update. One reduction
+per step serves all scales of all layers.
 
 Until each operand has been recorded once, at least in the first step, all scales are current
 scales, computed from the values. Skipped steps and magnitudes that are zero or not finite are not
-recorded; while an operand stays zero, the run keeps current scales, with one wait for the device
-per step.
+recorded. As long as an operand has only been zero, the run keeps current scales, and the host waits
+for the device once per step.
 
 Each layer reports its magnitudes as the gradient of a leaf tensor (linear.py). That gradient is
 computed once per backward, so that recomputation does not record twice and evaluation, without a
-backward, records nothing. Compiled graphs change only in the second step.
+backward, records nothing. Compiled graphs change once, when delayed scales replace current scales.
 
 Source: arXiv:2209.05433; arXiv:2310.18313, and Transformer Engine's DelayedScaling.
 """
@@ -27,22 +27,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtron.float8.casting import scale_of
 from dtron.float8.linear import Delayed, Float8Linear
+from dtron.float8.scales import scale_of
 from dtron.kernels.torch_internals import norms
 
 
 class DelayedScales:
     """Delayed scales of the float8 layers of a rank's stages.
 
-    Create it when the weights have storage. Call `update` then, after each update of the weights,
-    and after loading.
+    Create it when the weights have storage. Call `update` after creation, after each update of the
+    weights, and after loading.
 
     Args:
-        layers: layers by FQN, in the same order on all ranks of the group; of one recipe, with
-            per-tensor scales.
-        length: H, number of steps whose magnitudes count.
-        group: all ranks that have these layers; None: only this process.
+        layers: layers by FQN, in the same order on all ranks of the group. All layers have one
+            recipe, with per-tensor scales.
+        length: H, number of steps in the history.
+        group: all ranks that have these layers; None: only this process has them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DelayedScales:
         self.state = dict(zip(layers, self.histories.unbind(0), strict=True))
         """The histories by FQN, float32 (H, 2), as saved in checkpoints."""
         self.table = torch.ones(len(layers), 3, device=device)
-        """Scales by layer, of input, weight and gradient."""
+        """Scales of input, weight and gradient, float32 (layers, 3)."""
         self.scales = self.table.unbind(0)
         self.recorded = self.complete = False
         for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
@@ -67,10 +67,11 @@ class DelayedScales:
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
-        """Compute all scales, with the magnitudes of the last step, if there was one.
+        """Record the magnitudes of the previous step, if any, and compute all scales.
 
         Args:
-            taken: bool, whether the step changed the weights; None: it did, or there was no step.
+            taken: bool scalar, whether the step changed the weights. None: the step changed them,
+                or no step was run.
         """
         if not self.layers:
             return
@@ -83,7 +84,7 @@ class DelayedScales:
             dist.all_reduce(shown, dist.ReduceOp.MAX, self.group)
         if self.recorded:
             self._remember(shown[:, :2])
-        if not (self.recorded and self.complete):  # keep histories, except those that are loaded
+        if not (self.recorded and self.complete):  # complete histories stay so, unless loaded anew
             self.complete = bool((self.histories > 0).any(1).all().item())
         if self.complete:
             self._compute(self.histories.amax(1), shown[:, 2])
@@ -93,8 +94,10 @@ class DelayedScales:
         self.recorded = False
 
     def _remember(self, newest: Tensor) -> None:
-        """Add a step's magnitudes to the histories; an operand without a magnitude, as in a skipped
-        step, keeps its history."""
+        """Add a step's magnitudes, float32 (layers, 2), to the histories.
+
+        An operand with magnitude 0, as in a skipped step, keeps its history.
+        """
         moved = torch.cat([newest[:, None], self.histories[:, :-1]], 1)
         self.histories.copy_(torch.where((newest > 0)[:, None], moved, self.histories))
         self.seen.zero_()
@@ -108,7 +111,7 @@ class DelayedScales:
         self.table.copy_(torch.where(known, scales, 1))
 
     def _weights(self) -> list[Tensor]:
-        """Return this rank's part of each weight; a zero if it has none."""
+        """Return this rank's shard of each weight; one zero for an empty shard."""
         parts = [layer.weight for layer in self.layers]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in parts]
         return [w.detach() if w.numel() else w.new_zeros(1) for w in local]

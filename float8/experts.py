@@ -1,16 +1,16 @@
-"""Experts' grouped products in float8, a scale a row of both operands.
+"""Grouped matmuls of experts in float8, with one scale per row of both operands.
 
-    output        x8 (N, K), a scale a row     weight8 (E, M, K), a scale a column of what comes out
-    grad_input    g8 (N, M), likewise          weight8^T (E, K, M), cast again along M
-    grad_weight   in the dtype of computation: it sums over an expert's rows, and a scale for each
-                  column and expert would need their offsets
+    output        x8 (N, K), a scale per row    weight8 (E, M, K), a scale per expert and row
+    grad_input    g8 (N, M), a scale per row    weight8^T (E, K, M), cast again along M
+    grad_weight   not in float8: it sums over an expert's rows, and scales per column and expert
+                  would need the offsets
 
-Scales are of single rows, so that it makes no difference on which rank a row is, nor which rows of
-others are there; where etp splits the width of experts, rows of `down` are shorter.
+A scale depends only on its row, so that results do not depend on the rank that computes the row or
+on other rows. If etp shards the width of experts, each rank's shard of a row has its own scale.
 
 Shapes: N rows sorted by expert, E experts, K input and M output features; offsets as in
 `dtron/kernels/grouped.py`.
-Source: rowwise as torchao.float8 and torch's scaled_grouped_mm have it.
+Source: rowwise scaling of torchao.float8 and of torch's scaled_grouped_mm.
 """
 
 from collections.abc import Collection
@@ -29,44 +29,51 @@ from dtron.parallelisms.pipeline.weight_gradients import GroupedMatmul, call_of,
 
 
 def convert_experts(model: nn.Module, names: Collection[str], emulate: bool) -> None:
-    """Make the named modules, which multiply by their `multiply`, do so in float8, in place."""
+    """Replace, in place, `multiply` of the named modules by a float8 grouped matmul."""
     for name in names:
         model.get_submodule(name).multiply = Float8Grouped(emulate)  # type: ignore[assignment]
 
 
 def check_sizes(fqn: str, module: nn.Module, parts: int) -> None:
-    """Refuse experts whose matrices float8 kernels do not take.
+    """Check that float8 kernels support the experts' matrices.
 
     Args:
-        parts: into which etp splits their width.
+        parts: number of shards of the experts' width (parallel.etp).
     Raises:
-        ConfigError: a dim is no multiple of 16.
+        ConfigError: a dim is not a multiple of 16.
     """
     down = module.get_parameter("down")
     if down.shape[1] % MULTIPLE or down.shape[2] % (parts * MULTIPLE):
         raise ConfigError(
-            f"float8.experts: {fqn} has experts of {down.shape[2]} x {down.shape[1]} in "
-            f"{parts} parts (parallel.etp), and float8 needs multiples of {MULTIPLE}; set "
-            "float8.experts = false"
+            f"float8.experts = true: experts of {fqn} are {down.shape[2]} x {down.shape[1]} with "
+            f"parallel.etp = {parts}, and float8 needs shards with dims that are multiples of "
+            f"{MULTIPLE}; set float8.experts = false"
         )
 
 
 class Float8Grouped:
-    """In place of `grouped_matmul`: its numbers in float8.
+    """float8 replacement of `grouped_matmul`.
 
     Args:
-        emulate: multiply what the float8 numbers stand for.
+        emulate: whether to multiply the dequantised operands in high precision.
     """
 
     def __init__(self, emulate: bool) -> None:
         self.emulate = emulate
 
     def __call__(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """(N, K), (E, M, K), int32 (E,) -> (N, M); rows after the last expert's are undefined."""
+        """Multiply the rows x (N, K) of each expert by its matrix in `weight` (E, M, K): (N, M).
+
+        Rows after the last of `offsets`, int32 (E,), are undefined.
+        """
         return self.deferred(x, weight, offsets, None)
 
     def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor | None) -> Tensor:
-        """Multiply by a detached weight, whose gradient goes to a queue (`DeferredMultiply`)."""
+        """Multiply as `__call__` does.
+
+        With a `number`, `weight` is detached, and the backward queues the operands of its gradient
+        (see `DeferredMultiply`).
+        """
         out = _Grouped.apply(x, weight, offsets, number, self.emulate)
         assert isinstance(out, Tensor)
         return out
@@ -80,7 +87,8 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offsets, number)
         ctx.emulate = emulate
-        return _product(x, weight, offsets, EXPERTS.output, emulate)
+        a, b = _quantize(x, weight, EXPERTS.output)
+        return _multiply(a, b, offsets, x.dtype, EXPERTS.output, emulate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -101,14 +109,8 @@ class _Grouped(torch.autograd.Function):
         return of_x, of_weight, None, None, None
 
 
-def _product(left: Tensor, right: Tensor, offsets: Tensor, casts: Product, emulate: bool) -> Tensor:
-    """(N, S), (E, P, S) -> (N, P) in the dtype of `left`."""
-    a, b = _quantize(left, right, casts)
-    return _multiply(a, b, offsets, left.dtype, casts, emulate)
-
-
 def _quantize(left: Tensor, right: Tensor, casts: Product) -> tuple[Scaled, Scaled]:
-    """(N, S), (E, P, S) -> (N, S), (E P, S)."""
+    """Cast tokens (N, S) and weights (E, P, S) of E experts to float8: (N, S), (E P, S)."""
     return quantize(left, casts.left), quantize(right.flatten(0, 1), casts.right)
 
 
@@ -120,7 +122,11 @@ def _multiply(
     casts: Product,
     emulate: bool,
 ) -> Tensor:
-    """(N, S), (E P, S) -> (N, P) in `dtype`."""
+    """Multiply each expert's rows, with float8 instructions or emulated.
+
+    Shapes, with N rows, S summed elements, E experts and P outputs: a (N, S), b (E P, S) -> (N, P)
+    in `dtype`.
+    """
     if not emulate:
         return multiply_grouped(a, b, offsets, dtype, casts.fast_accumulation)
     exact = wide(dtype)
@@ -131,13 +137,13 @@ def _multiply(
 def multiply_grouped(
     left: Scaled, right: Scaled, offsets: Tensor, dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """left_e right_e^T for the rows of each expert, by the GPU.
+    """Compute left_e right_e^T for each expert e, with the GPU's float8 instructions.
 
     Args:
-        left: (N, S), sorted by expert, a scale a row.
-        right: (E P, S), likewise.
+        left: (N rows, S summed columns), sorted by expert, one scale per row.
+        right: (E P, S): P output columns of each of E experts, one scale per row.
         offsets: int32 (E,), where each expert's rows end.
-        dtype: of the result, bfloat16.
+        dtype: dtype of the result, bfloat16.
     Returns:
         (N, P) in `dtype`.
     """
@@ -153,7 +159,7 @@ def multiply_grouped(
     )
 
 
-# An operator, as in products.py: torch 2.11 and 2.13 cannot compile torch's own.
+# A custom operator, as in products.py: torch 2.11 and 2.13 cannot compile torch's operator.
 torch.library.define(
     "dtron::float8_grouped_product",
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offsets, ScalarType dtype, "
@@ -171,7 +177,11 @@ def multiply(
     dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """(N, S), (E, P, S), contiguous, and float32 scales (N,), (E, P) -> (N, P)."""
+    """Compute a_e b_e^T for each expert e: a (N, S), b (E, P, S) -> (N, P).
+
+    N rows, S summed elements, E experts, P outputs. a and b are contiguous, with float32 scales
+    (N,) and (E, P).
+    """
     return torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a,
         b.transpose(1, 2),
@@ -193,7 +203,7 @@ def _(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=others[3])
 
 
-# Of the input's gradient; queues the weight's, as `float8_input_gradient` does.
+# Computes the input's gradient and queues the weight's gradient, like `float8_input_gradient`.
 torch.library.define(
     "dtron::float8_grouped_input_gradient",
     "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor grad, Tensor x, Tensor offsets, "
@@ -214,16 +224,16 @@ def run_input_gradient(
     call: Tensor,
     emulate: bool,
 ) -> Tensor:
-    """Multiply, and hand the operands of the weight's gradient to the queue of its site.
+    """Compute the input's gradient, and queue the operands of the weight's gradient.
 
     Args:
         a: float8 (N, M), the gradient cast by rows, with float32 scales (N, 1).
         b: float8 (E K, M), the weight, with float32 scales (E K, 1).
         grad: (N, M), the gradient.
-        x: (N, K), the input, likewise as it came.
+        x: (N, K), the input; grad and x are not in float8.
         offsets: int32 (E,), where each expert's rows end.
-        number: of the site, int64 scalar on the CPU.
-        call: empty; see `call_of`.
+        number: int64 scalar on the CPU, key of the weight's `Site`.
+        call: (0,), from `call_of`; keeps the compiler from merging equal calls.
     Returns:
         (N, K) in the dtype of `grad`.
     """

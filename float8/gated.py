@@ -1,17 +1,17 @@
 """A gated feed-forward layer in float8 as one function: down(silu(gate(x)) * up(x)).
 
-One cast of x serves gate and up. silu(gate) up and its two gradients are never stored in high
-precision: the kernels of `dtron/kernels/float8.py` cast them, plain and transposed, from the
-results of the matmuls:
+One cast of x serves gate and up. h = silu(gate) up and the gradients of gate and up are stored only
+in float8: the kernels of `dtron/kernels/float8.py` compute and cast them from results of matmuls.
+With ' for gradients:
 
-    forward    x8 -> gate, up -> (largest, cast) -> h8 -> output
-    backward   grad8 -> h' -> (largest, cast) -> gate8', up8', h8 -> gradients of x and of weights
+    forward    x8 -> gate, up -> (amax, cast) -> h8 -> output
+    backward   grad8 -> h' -> (amax, cast) -> gate8', up8', h8 -> gradients of x and of weights
 
 Saved for the backward: x8, gate and up. The values are those of three separate layers, except that
-h and its gradients are not rounded to the dtype of computation first. With a `probe` the three
-layers run separately.
+h and the gradients of gate and up are not rounded to the dtype of computation before their casts.
+With a `probe` the three layers run separately.
 
-Shapes: N tokens, D width, F hidden width. Recipes with one scale a tensor only.
+Shapes: N tokens, D width, F hidden width. Only for recipes with per-tensor scales.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtron.float8.casting import (
-    Scaled,
-    quantize,
-    quantize_both,
-    quantize_weight,
-    scale_of,
-    shared,
-    turn_weight,
-)
+from dtron.float8.casting import Scaled, quantize, quantize_both, quantize_weight, turn_weight
 from dtron.float8.linear import Float8Linear, amax_of, scale_at
 from dtron.float8.products import product
+from dtron.float8.scales import scale_of, shared
 from dtron.float8.weight_gradient import Deferred, Operands, input_gradient
 from dtron.kernels.float8 import (
     gated_amax,
@@ -42,12 +35,12 @@ from dtron.kernels.float8 import (
 
 
 class Float8GatedUnit(nn.Module):
-    """In place of a module whose forward is down(silu(gate(x)) * up(x)).
+    """Replacement of a module that computes down(silu(gate(x)) * up(x)).
 
     Args:
-        gate: (D -> F).
-        up: (D -> F).
-        down: (F -> D); the three are unsplit, without biases, of one recipe with whole tensors.
+        gate, up: layers D -> F.
+        down: layer F -> D. All three are unsharded, without biases, of one recipe with per-tensor
+            scales.
     """
 
     def __init__(self, gate: Float8Linear, up: Float8Linear, down: Float8Linear) -> None:
@@ -64,9 +57,9 @@ class Float8GatedUnit(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+        """Compute down(silu(gate(x)) * up(x)): (..., D) -> (..., D)."""
         layers = (self.gate, self.up, self.down)
-        assert not any(isinstance(layer.weight, DTensor) for layer in layers), "tp splits them"
+        assert not any(isinstance(layer.weight, DTensor) for layer in layers), "tp is unsupported"
         if any(layer.probe is not None for layer in layers):
             return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
         rows = x.reshape(-1, x.shape[-1])
@@ -82,8 +75,10 @@ class Float8GatedUnit(nn.Module):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        """(N, D), and `Float8Linear.matmul_arguments` of gate, up and down by kind, weights first
-        -> (N, D)."""
+        """Compute the layer for x (N, D): (N, D).
+
+        `rest`: `Float8Linear.matmul_arguments` of gate, up and down, grouped by kind, and settings.
+        """
         *arguments, settings = rest
         recipe, emulate, groups = settings
         casts, fast = recipe.output, recipe.output.fast_accumulation
@@ -131,7 +126,7 @@ class _Gated(torch.autograd.Function):
         gate8, up8 = Scaled(of_gate, gate_scale, cast), Scaled(of_up, up_scale, cast)
         x8, turns = Scaled(x, x_scale, of_x), True
         needed = ctx.needs_input_grad[1:4]
-        if needed[0] or needed[1]:  # once for both
+        if needed[0] or needed[1]:  # transpose x once for gate and up
             x8, turns = x8.turned(grad), False
         operands = (
             Operands.of(gate8, x8, (True, turns)),

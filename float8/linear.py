@@ -1,22 +1,14 @@
-"""A linear layer whose matmuls are float8 by a recipe; its weight keeps its dtype.
+"""Linear layer with the float8 matmuls of a recipe; its weight keeps its dtype.
 
     output       x8 w8^T       grad_input   g8 w8       grad_weight   g8^T x8
 
-Under tp it works on local tensors, split as `parallelisms/tensor/tensor_parallel.py` does. Ranks
-that hold shards of an operand with a per-tensor scale share the scale, so that every layout
-computes the values of one process:
+Shapes: input x (N tokens, K input features), gradient g (N, O output features), weight w (O, K).
 
-    weight is split       input            weight      grad
-    not                   cp               -           cp
-    not, own tokens       cp and tp        -           cp and tp
-    by rows (colwise)     cp               tp          cp and tp
-    by columns (rowwise)  cp and tp        tp          cp
-
-Data-parallel ranks share no scale: it belongs to a micro-batch, which is on one of them. Delayed
-scales (delayed.py) are known before the step, and nothing is shared here.
+Under tp the layer takes local tensors, split as `parallelisms/tensor/tensor_parallel.py` does;
+`scales.py` defines which ranks share a scale.
 
 Saved for the backward: the float8 input if the same cast serves grad_weight, else the input itself;
-the weight, which FSDP gathers again, never a cast copy of it.
+and the weight, which FSDP gathers again for the backward. No cast copy of the weight is saved.
 """
 
 import functools
@@ -30,48 +22,37 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from dtron.errors import PlacementError
-from dtron.float8.casting import (
-    Scaled,
-    magnitude,
-    quantize,
-    quantize_both,
-    quantize_weight,
-    turn_weight,
-)
+from dtron.float8.casting import Scaled, quantize, quantize_both, quantize_weight, turn_weight
 from dtron.float8.products import product
 from dtron.float8.recipes import Cast, Recipe
+from dtron.float8.scales import ScaleGroups, magnitude
 from dtron.float8.weight_gradient import Operands, input_gradient
 from dtron.parallelisms.pipeline.weight_gradients import DeferringLinear
 
 Probe = Callable[[str, Tensor, Cast, tuple[str, ...], Tensor | None], None]
-"""(operand: input, weight or grad; (M, S); the cast of its first matmul; groups that share its
-scale; its scale, if it is already known) -> None."""
-
-
-@dataclass(frozen=True)
-class ScaleGroups:
-    """Names of the process groups whose ranks hold shards of one tensor; may be empty."""
-
-    tp: tuple[str, ...] = ()
-    cp: tuple[str, ...] = ()
-    both: tuple[str, ...] = ()
+"""(operand: "input", "weight" or "grad"; its values (M, S); its cast in its first matmul; process
+groups that share its scale; its scale, if already known) -> None."""
 
 
 @dataclass
 class Delayed:
-    """Delayed scales of one layer."""
+    """Delayed scales of one layer, and the leaf that reports magnitudes for the next scales."""
 
     leaf: Tensor
-    """float32 (2,), whose values are not used: its gradient reports the amax of the input and of
+    """float32 (2,), whose values are not used. Its gradient reports the amax of the input and of
     the output's gradient once per backward, even with recomputation. If one forward calls the layer
-    twice, it is their sum: too large, never too small."""
+    twice, the gradient is the sum of both calls' amaxes, which is at least their maximum."""
     scales: Tensor | None = None
-    """float32 (3,), of input, weight and gradient; None: current scales, which the ranks share."""
+    """float32 (3,): scales of input, weight and gradient; None: each call computes its scales."""
 
 
 @dataclass(frozen=True)
 class MatmulSettings:
-    """Settings of one call of a layer: its recipe, and the groups that share a scale."""
+    """Settings of one call of a layer.
+
+    These are the layer's recipe, and for each operand the process groups whose ranks share the
+    scale.
+    """
 
     recipe: Recipe
     emulate: bool
@@ -81,11 +62,11 @@ class MatmulSettings:
 
 
 class Float8Linear(DeferringLinear):
-    """nn.Linear by a float8 recipe.
+    """nn.Linear with the matmuls of a float8 recipe.
 
     Args:
-        emulate: multiply the dequantised operands.
-        groups: ranks that share scales.
+        emulate: whether to multiply the dequantised operands in high precision.
+        groups: process groups whose ranks share scales.
     """
 
     def __init__(
@@ -109,14 +90,14 @@ class Float8Linear(DeferringLinear):
     def of(
         cls, linear: nn.Linear, recipe: Recipe, emulate: bool, groups: ScaleGroups
     ) -> "Float8Linear":
-        """A float8 layer with the linear's parameters."""
+        """Return a float8 layer that has the parameters of `linear`."""
         with torch.device("meta"):
             made = cls(linear.in_features, linear.out_features, False, recipe, emulate, groups)
         made.weight, made.bias = linear.weight, linear.bias
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) -> (..., O), in the input's dtype."""
+        """Multiply by the weight (O, K) in float8: (..., K) -> (..., O), in the input's dtype."""
         if isinstance(self.weight, DTensor):
             return self._split(input, self.weight)
         shared = self.token_groups()
@@ -124,11 +105,14 @@ class Float8Linear(DeferringLinear):
         return out if self.bias is None else out + self.bias
 
     def token_groups(self) -> tuple[str, ...]:
-        """Groups whose ranks hold other tokens of the micro-batch, if the weight is not split."""
+        """Return the groups over cp, whose ranks have other tokens of the micro-batch.
+
+        tp does not split the weight.
+        """
         return self.groups.cp
 
     def extra_repr(self) -> str:
-        """Sizes and recipe."""
+        """Return sizes and recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}, emulate={self.emulate}"
 
     def _split(self, x: Tensor, weight: DTensor) -> Tensor:
@@ -149,7 +133,7 @@ class Float8Linear(DeferringLinear):
             # DTensor adds a replicated bias to one of the partial sums.
             return out if bias is None else out + bias
         raise PlacementError(
-            f"a float8 layer whose input and weight are split as {layout}; use colwise() or "
+            f"float8 does not support an input and weight split as {layout}; use colwise() or "
             "rowwise(), or leave the layer out of float8.filter"
         )
 
@@ -159,7 +143,7 @@ class Float8Linear(DeferringLinear):
         return MatmulSettings(self.recipe, self.emulate, input, weight, grad)
 
     def _multiply(self, x: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
-        """(..., K) times the local weight (O, K)."""
+        """Multiply x (..., K) by the local weight (O, K): (..., O)."""
         rows = x.reshape(-1, x.shape[-1])
         out = _Linear.apply(rows, *self.matmul_arguments(rows, weight), settings)
         assert isinstance(out, Tensor)
@@ -167,21 +151,22 @@ class Float8Linear(DeferringLinear):
         return out.view(*x.shape[:-1], -1)
 
     def matmul_arguments(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """Arguments of an autograd function that multiplies x with a layer's weight.
+        """Return the arguments of an autograd function that multiplies x by the layer's weight.
 
         Returns:
-            (weight; its float8 data and scale, if it was gathered in float8; leaf and scales of
-            `Delayed`, if scales are delayed; number of the `Site` that defers its gradient).
+            (weight; its float8 data and scale, if FSDP gathered it in float8; leaf and scales of
+            `Delayed`, if scales are delayed; number of the `Site` that defers the weight's
+            gradient); values that do not apply are None.
         """
         local_weight, number = self.weight_of_call(x, weight)
         leaf = None if self.delayed is None else self.delayed.leaf
         return local_weight, *gathered_float8(weight), leaf, self._delayed_scales(), number
 
     def run_probe(self, x: Tensor, weight: Tensor, out: Tensor, settings: MatmulSettings) -> None:
-        """Call the probe, if there is one, with the operands that a call casts.
+        """Call the probe, if one is set, with the operands that a call casts.
 
         Args:
-            x: (M, K).
+            x: (M tokens, K input features).
             weight: (O, K), the rank's shard.
             out: the call's result, whose gradient is cast.
         """
@@ -205,29 +190,29 @@ class Float8Linear(DeferringLinear):
 
 
 class TokenwiseLinear(Float8Linear):
-    """A layer whose weight is replicated over tp; each rank multiplies its own tokens.
+    """Float8Linear with a weight replicated over tp; each rank multiplies its own tokens.
 
     Layers that share an input, as in latent attention, each cast it. In a compiled block the casts
     and their all-reduces are common subexpressions, which AOTAutograd computes once.
     """
 
     def token_groups(self) -> tuple[str, ...]:
-        """See `Float8Linear.token_groups`."""
+        """Return the groups over cp and tp, whose ranks have other tokens of the micro-batch."""
         return self.groups.both
 
 
 def gathered_float8(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Data and scale of a weight that was gathered in float8 (all_gather.py); else None."""
+    """Return data and scale of a weight gathered in float8 (all_gather.py); else (None, None)."""
     return getattr(weight, "_data", None), getattr(weight, "_scale", None)
 
 
 def scale_at(scales: Tensor | None, i: int) -> Tensor | None:
-    """One of the scales of `Delayed`, (1, 1); None if there are none."""
+    """Return scale i of `Delayed.scales`, (1, 1); None without delayed scales."""
     return None if scales is None else scales[i].view(1, 1)
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, float32 (1,)."""
+    """Return the largest magnitude of x, float32 (1,)."""
     return magnitude(x).float().view(1)
 
 
@@ -247,7 +232,10 @@ class _Linear(torch.autograd.Function):
         number: Tensor | None,
         settings: MatmulSettings,
     ) -> Tensor:
-        """(N, K), (O, K) -> (N, O); see `Float8Linear.matmul_arguments`."""
+        """Multiply x (N, K) by weight (O, K): (N, O).
+
+        The arguments after x are those of `Float8Linear.matmul_arguments`.
+        """
         recipe = settings.recipe
         matmul, grad_weight = recipe.output, recipe.grad_weight
         x8 = quantize(x, matmul.left, settings.input, scale_at(scales, 0))

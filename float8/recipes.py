@@ -8,20 +8,21 @@ features, O output features):
     grad_input    grad     (N, O)   weight^T (K, O)  output features
     grad_weight   grad^T   (O, N)   input^T  (K, N)  tokens
 
-A tile (r, c) of an operand shares one scale: r rows times c elements along the sum, where 0 means
-all. A scale that is constant along the sum factors out of the matmul; otherwise the matmul is a sum
-of matmuls, one for each c elements.
+A tile (r, c) of an operand shares one scale: r rows times c elements along the summed dim, where 0
+means all. A scale that is constant along this dim factors out of the matmul; otherwise the matmul
+is a sum of matmuls, one for each c elements.
 
     recipe            input and grad     weight
     tensorwise        whole              whole             E5M2 gradients
     rowwise           row                row               scales are powers of two
-    rowwise_with_gw_hp  row              row; grad_input: whole; grad_weight in high precision
+    rowwise_with_gw_hp  row     row; grad_input: whole     as rowwise; grad_weight not in float8
     blockwise         1 x 128            128 x 128; along tokens 1 x 128 for both
     mxfp8             1 x 32             1 x 32            scales are powers of two (E8M0)
 
 Sources: float8 formats, arXiv:2209.05433; tensorwise and rowwise as torchao.float8 has them;
 blockwise, DeepSeek-V3, arXiv:2412.19437, section 3.3; MXFP8, OCP Microscaling specification 1.0 and
-arXiv:2506.08027, whose rounding of scales (up, so that nothing saturates) is used here.
+arXiv:2506.08027, which rounds scales up, so that nothing saturates. Scales here are the inverse:
+they multiply x in the cast, and are rounded down.
 """
 
 from dataclasses import dataclass
@@ -39,26 +40,32 @@ class Cast:
 
     dtype: torch.dtype
     tile: tuple[int, int]
-    """(rows, elements along the sum) of a tile, which shares a scale; 0: all."""
+    """(rows, elements along the summed dim) of a tile, whose elements share a scale; 0: all."""
     power_of_two: bool = False
-    """Whether scales are rounded down to powers of two, which multiply without rounding."""
+    """Whether scales are rounded down to powers of two: multiplying by them is exact."""
 
     @property
     def turns(self) -> bool:
-        """Whether the transposed operand has the same tiles, so that one cast serves two
-        matmuls."""
+        """Whether the transposed operand has the same tiles.
+
+        One cast then serves two matmuls.
+        """
         return self.tile[0] == self.tile[1]
 
     @property
     def whole(self) -> bool:
-        """Whether the whole tensor has one scale, which the ranks that hold its parts share."""
+        """Whether the whole tensor has one scale, shared by all ranks that hold a shard."""
         return self.tile == (0, 0)
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matmul of a layer: casts of both operands, and whether the kernel may accumulate in less
-    than float32."""
+    """One matmul of a layer: the casts of both operands, and the accumulation.
+
+    `fast_accumulation`: the kernel may accumulate in less than float32.
+
+    The kernel may accumulate in less than float32 or not.
+    """
 
     left: Cast
     right: Cast
@@ -67,25 +74,27 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the three matmuls of a linear layer are cast; None: in the dtype of computation."""
+    """Casts of a linear layer's three matmuls; grad_weight None: this matmul is not in float8."""
 
     name: str
     output: Product
     grad_input: Product
     grad_weight: Product | None
     kernel: Kernel
-    """Kernel of its matmuls on a GPU with float8; `none`: they are emulated."""
+    """Kernel of the matmuls on a GPU with float8; `none`: the matmuls are emulated."""
 
     @property
     def shares_scales(self) -> bool:
-        """Whether every operand has per-tensor scales, so that every layout gives the same
-        values."""
+        """Whether every operand has per-tensor scales.
+
+        Every layout then gives the same values.
+        """
         products = (self.output, self.grad_input, self.grad_weight)
         return all(p.left.whole and p.right.whole for p in products if p is not None)
 
     @property
     def casts_weight_once(self) -> bool:
-        """Whether one cast of the weight serves both matmuls with it."""
+        """Whether one cast of the weight serves both matmuls with the weight."""
         return self.output.right == self.grad_input.right and self.output.right.turns
 
 

@@ -1,12 +1,12 @@
-"""Accuracy of the casts of each float8 layer, measured on demand in a step of a real run.
+"""Accuracy of the casts of each float8 layer, measured on demand in a training step.
 
     sqnr        10 log10(sum x^2 / sum (x - x8 / scale)^2), in dB: signal to quantisation noise
     underflow   fraction of the nonzero values that become zero
     overflow    fraction of the values beyond the largest float8 number, which saturate
 
-for the input, the weight (unless it is gathered in float8) and the output's gradient, as cast for
-their first matmul. Layers look for a probe in Python only: a step without one computes and compiles
-as if probes did not exist.
+are computed for the input, the weight (unless it is gathered in float8) and the output's gradient,
+as cast for their first matmul. Layers check for a probe in Python only: a step without a probe
+computes and compiles as if probes did not exist.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,14 @@ _SIGNAL, _NOISE, _VANISHED, _NONZERO, _SATURATED, _ALL = range(6)
 
 
 class Statistics:
-    """Error sums over all casts of a step, by layer and operand.
+    """Sums over all casts of a step, by layer and operand.
+
+    This module's figures are computed from them.
 
     Args:
         names: FQNs of all float8 layers of the model, in the same order on all ranks.
         layers: this rank's float8 layers, by FQN.
-        device: holds the sums; the host does not wait for it before `read`.
+        device: device of the sums; the host waits for it only in `read`.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Statistics:
                 layer.probe = None
 
     def read(self) -> dict[str, float]:
-        """Return the figures by name, over all ranks; a collective. dB may be infinite.
+        """Return the figures of all ranks together, by name; all ranks call this.
 
-        Values replicated over tp count several times, in both sums of a fraction.
+        sqnr may be infinite.
+
+        Values replicated over tp count several times, in numerator and denominator alike.
         """
         dist.all_reduce(self.sums)
         figures: dict[str, float] = {}
@@ -70,7 +74,7 @@ class Statistics:
 
 
 class _Probe:
-    """Probe that adds to the sums of one layer, (3 operands, 6)."""
+    """Probe that adds to the sums of one layer, (3 operands, 6 sums)."""
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
@@ -85,11 +89,13 @@ class _Probe:
 def measure(
     x: Tensor, cast: Cast, groups: Sequence[str] = (), scale: Tensor | None = None
 ) -> Tensor:
-    """Compute the sums of one cast of (M, S), float64 (6,): signal, noise, number of values that
-    underflow, of nonzero values, of values that saturate, of all values.
+    """Compute the sums of one cast of a matrix x (M, S): float64 (6,).
+
+    The sums are signal, noise, and the numbers of values that underflow, of nonzero values, of
+    values that saturate, and of all values.
 
     Args:
-        groups: ranks that share the scale, as in `quantize`.
+        groups: names of the process groups whose ranks share the scale.
         scale: the scale of the cast; default: computed from the values.
     """
     x = x.to(wide(x.dtype))
@@ -103,7 +109,7 @@ def measure(
         (x - seen).double().square().sum(),
         (nonzero & (seen == 0)).sum().double(),
         nonzero.sum().double(),
-        (x.abs() > limit * (1 + 2**-20)).sum().double(),  # apart from the rounding of the scale
+        (x.abs() > limit * (1 + 2**-20)).sum().double(),  # tolerates the rounding of the scale
         torch.full((), float(x.numel()), dtype=torch.float64, device=x.device),
     ]
     return torch.stack(counts)

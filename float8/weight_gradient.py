@@ -1,11 +1,11 @@
-"""The weight gradient of float8 matmuls: at once, or deferred by a split backward.
+"""Weight gradients of float8 matmuls, computed immediately or deferred by a split backward.
 
-    B   grad_x = g8 w8,  grad_weight = g8^T x8
-    I   grad_x = g8 w8, and `Operands` of grad_weight to the queue       W   grad_weight = g8^T x8
+    B (backward)          grad_x = g8 w8,  grad_weight = g8^T x8
+    I (input gradients)   grad_x = g8 w8;  queues `Operands` of grad_weight
+    W (weight gradients)  grad_weight = g8^T x8
 
-All casts, and the collectives of scales that ranks share, are in I: W multiplies the same float8
-numbers by the same scales as B does, whatever the weight or another micro-batch's scales are by
-then, and in whatever order ranks come to it.
+All casts, and the collectives of shared scales, run in I. W multiplies the same float8 values and
+scales as B does, independently of later weights and scales and of the order in which ranks run W.
 
 In a compiled block the casts stay in the graph; the matmul of grad_x and the queueing are one
 operator, `float8_input_gradient`, as in `parallelisms/pipeline/split_backward.py`.
@@ -26,30 +26,33 @@ from dtron.parallelisms.pipeline.weight_gradients import DeferredMatmul, call_of
 
 @dataclass(frozen=True)
 class Operands:
-    """grad_weight = left right^T, left (O, N) and right (K, N), N tokens."""
+    """Operands of grad_weight = left right^T: left (O, N), right (K, N).
+
+    Shapes: N tokens, K input features, O output features.
+    """
 
     left: Tensor
-    """float8 (O, N), or transposed; without scales the gradient itself, (N, O)."""
+    """float8 (O, N), or transposed (N, O); without scales the gradient itself, (N, O)."""
     right: Tensor
-    """float8 (K, N), or transposed; without scales the input itself, (N, K)."""
+    """float8 (K, N), or transposed (N, K); without scales the input itself, (N, K)."""
     scales: tuple[Tensor, ...] = ()
-    """Of left and right, as long as they lie; none where the recipe's grad_weight is not float8."""
+    """Scales of left and right as stored; empty if the recipe's grad_weight is not float8."""
     transposed: tuple[bool, bool] = (True, True)
-    """Whether left and right are (N, O) and (N, K), of tiles that turn."""
+    """Whether left and right are stored transposed; their casts allow it (`Cast.turns`)."""
 
     @staticmethod
     def of(left: Scaled, right: Scaled, transposed: tuple[bool, bool]) -> "Operands":
-        """Operands in float8."""
+        """Return the operands for a float8 grad_weight."""
         return Operands(left.data, right.data, (left.scale, right.scale), transposed)
 
     def multiply(
         self, casts: Product | None, dtype: torch.dtype, emulate: bool, after: Tensor
     ) -> Tensor:
-        """The gradient of the weight, (O, K) in `dtype`.
+        """Compute the weight's gradient (O output features, K input features) in `dtype`.
 
         Args:
             casts: the recipe's `grad_weight`.
-            after: see `Scaled.turned`.
+            after: a gradient, which is not read, but delays the transpose to the backward.
         """
         if casts is None:
             return self.left.t() @ self.right
@@ -62,7 +65,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Float8Matmul(DeferredMatmul):
-    """The queued grad_weight of a float8 layer."""
+    """A queued grad_weight of a float8 layer."""
 
     operands: Operands
     casts: Product | None
@@ -70,12 +73,12 @@ class Float8Matmul(DeferredMatmul):
     emulate: bool
 
     def compute(self) -> Tensor:
-        """See `Operands.multiply`."""
+        """Compute the weight's gradient; see `Operands.multiply`."""
         return self.operands.multiply(self.casts, self.dtype, self.emulate, self.operands.left)
 
 
 Deferred = tuple[Tensor, Operands]
-"""The number of a layer's `Site`, and the operands of its weight gradient."""
+"""(number of a layer's `Site`, operands of the layer's weight gradient)."""
 
 
 def input_gradient(
@@ -86,12 +89,12 @@ def input_gradient(
     emulate: bool,
     deferred: Sequence[Deferred] = (),
 ) -> Tensor:
-    """grad_x = left right^T, and the weight gradients that are to be queued beside it.
+    """Compute grad_x = left right^T, and queue the deferred weight gradients.
 
     Args:
-        left: (N, O), the gradient.
-        right: (K, O), the weight.
-        deferred: of layers of this recipe, such as this one.
+        left: gradient (N tokens, O output features).
+        right: transposed weight (K input features, O).
+        deferred: weight gradients to queue; all are of layers with this recipe.
     Returns:
         (N, K) in `dtype`.
     """
@@ -108,7 +111,7 @@ def input_gradient(
     )
 
 
-# Defined as in products.py. What is queued is only read, hence no alias annotations.
+# Defined as in products.py. Queued tensors are only read, hence no alias annotations.
 torch.library.define(
     "dtron::float8_input_gradient",
     "(Tensor[] matmul, Tensor[] operands, bool[] transposed, Tensor[] numbers, Tensor call, "
@@ -125,17 +128,18 @@ def run_input_gradient(
     call: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply, and hand the operands of weight gradients to the queues of their layers.
+    """Compute grad_x, and queue the operands of weight gradients.
 
-    That side effect is not in the schema, and safe as in `run_linear_input_gradient`.
+    The schema does not declare this side effect, which is safe for the reason given in
+    `run_linear_input_gradient`.
 
     Args:
         matmul: data and scale of the gradient (N, O) and of the weight (K, O).
-        operands: by layer, left, right and scales of `Operands`.
-        transposed: by layer, two.
-        numbers: of the layers' sites, int64 scalars on the CPU. The layers are of one recipe.
-        call: empty; see `call_of`.
-        dtype: of all gradients.
+        operands: left, right and scales of `Operands`, layer after layer.
+        transposed: two flags per layer: whether left and right are stored transposed.
+        numbers: int64 scalars on the CPU, keys of the layers' `Site`s; all layers have one recipe.
+        call: (0,), from `call_of`; keeps the compiler from merging equal calls.
+        dtype: dtype of all gradients.
     Returns:
         (N, K) in `dtype`.
     """

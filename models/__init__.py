@@ -1,9 +1,7 @@
 """Unsharded models: plain nn.Modules, one row of MODELS per family, built by `build_model`."""
 
 if __name__ == "models":
-    raise ImportError(
-        "import dtron.models: the folder models/ is a package of dtron, not a top-level one"
-    )
+    raise ImportError("models/ is not a top-level package; use import dtron.models")
 
 import math
 import re
@@ -74,7 +72,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _nearest_size(size: str, sizes: Iterable[str]) -> str:
-    """Suggest a size, by parameter count where names have one: 7b is nearer to 8b than to 70b."""
+    """Suggest the size with the nearest parameter count, such as 8b for 7b, or a similar name."""
     numbers = {name: n for name in sizes if (n := _number(name))}
     if not (wanted := _number(size)) or not numbers:
         return nearest(size, sizes)
@@ -83,7 +81,7 @@ def _nearest_size(size: str, sizes: Iterable[str]) -> str:
 
 
 def _number(size: str) -> float:
-    """Parse the parameter count in a size's name; 0: the name has none."""
+    """Parse the parameter count in a size's name, such as 8e9 for 8b; 0: the name has no count."""
     found = _SIZE.search(size)
     return float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
 
@@ -91,10 +89,10 @@ def _number(size: str) -> float:
 def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Module:
     """Build an unsharded model on the current default device (`with torch.device("meta"):`).
 
-    Weights are uninitialised; MODELS[name].init_parameter fills each by its name.
+    Parameters are uninitialised; `MODELS[name].init_parameter` initialises each of them.
 
     Args:
-        name: a row of MODELS.
+        name: a key of MODELS.
         config: from `model_config`.
         attention: from `choose_backend`.
     Raises:
@@ -111,7 +109,7 @@ def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Modu
 
 
 def hf_folder(path: str | Path, zero_centered: bool = False) -> HFFolder:
-    """Open a folder in Hugging Face's format and check that it holds one of MODELS.
+    """Open a folder in Hugging Face's format and check that the model is in MODELS.
 
     Args:
         zero_centered: see `HFFolder`.
@@ -140,8 +138,8 @@ def from_hf(
 
     Args:
         path: a folder with config.json and safetensors files.
-        dtype: of all parameters; None: the stored dtype of each. Router biases stay float32.
-        attention: "auto" or a row of BACKENDS.
+        dtype: dtype of all parameters; None: their stored dtypes. `expert_bias` stays float32.
+        attention: "auto" or a key of BACKENDS.
     Raises:
         CheckpointError: the folder does not hold a complete model of MODELS; the message names the
             key or tensor.
@@ -179,11 +177,11 @@ def to_hf(
     Args:
         model: from `build_model` or `from_hf`.
         path: a folder that does not exist yet.
-        name: the model's row in MODELS.
-        dtype: of the files; None: that of each parameter.
-        file_bytes: maximum size of a file.
+        name: the model's key in MODELS.
+        dtype: dtype in the files; None: the dtype of each parameter.
+        file_bytes: maximum size of a file, in bytes.
     Raises:
-        CheckpointError: the folder exists, or transformers has no such model.
+        CheckpointError: the folder exists, or transformers does not support the model.
     """
     hf, folder = hf_of(name), Path(path).expanduser()
     if folder.exists():
@@ -202,17 +200,17 @@ def to_hf(
 
 
 def hf_of(name: str) -> HuggingFace:
-    """Return the Hugging Face names of a row of MODELS.
+    """Return the Hugging Face translation tables of a model family.
 
     Raises:
-        CheckpointError: there is no such row, or transformers has no such model.
+        CheckpointError: MODELS has no such name, or transformers has no such model.
     """
     if name not in MODELS:
         raise CheckpointError(
             f"{name!r} is not a model{nearest(name, MODELS)}; use {', '.join(MODELS)}"
         )
     if (hf := MODELS[name].hf) is None:
-        raise CheckpointError(f"transformers has no model that corresponds to {name}")
+        raise CheckpointError(f"MODELS[{name!r}].hf = None does not support export; set hf")
     return hf
 
 

@@ -1,9 +1,9 @@
-"""Causal self-attention, and the table of kernels that can compute it.
+"""Causal self-attention, and BACKENDS, the table of its implementations.
 
-A backend is a row of BACKENDS: a function of local tensors, its requirements, its features and
-the form in which it takes documents. The table is in order of preference; `choose_backend` returns
-the first row that works, or raises the reason why the requested one does not. A model is built with
-one backend; there is no global setting.
+A backend is a row of BACKENDS: a function of local tensors, its requirements, its features, and the
+form in which it takes documents. The table is in order of preference. `choose_backend` returns the
+first row that supports the run, or raises an error that says why the requested row does not. A
+model is built with one backend; there is no global setting.
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads (H a multiple of G; H / G query
 heads share one), K = head_dim. Heads are (B, T, H, K), as the projections produce them.
@@ -39,7 +39,7 @@ class AttentionCore(nn.Module):
     """Attention over given queries, keys and values; context parallelism replaces its forward.
 
     Args:
-        window: sliding window of this layer, 0: none; None: that of the config.
+        window: sliding window of this layer, 0: no window; None: config.window.
     """
 
     def __init__(self, backend: "Backend", config: DecoderConfig, window: int | None = None):
@@ -51,7 +51,7 @@ class AttentionCore(nn.Module):
 
     @property
     def scoring(self) -> tuple[int, float, float]:
-        """Window, soft cap and scale, for context parallelism."""
+        """(window, soft cap, scale) of this module, for context parallelism."""
         return self.window, self.softcap, self.scale
 
     def forward(
@@ -64,7 +64,7 @@ class AttentionCore(nn.Module):
             k: (B, T, G, K).
             v: (B, T, G, V), V = K unless the backend supports narrow values.
             mask: from the backend's `prepare`.
-            sink: (H,), attention-sink scores; None: none.
+            sink: (H,), attention-sink scores; None: no sinks.
         Returns:
             (B, T, H, V).
         """
@@ -98,8 +98,11 @@ def modifies_scores(config: DecoderConfig) -> bool:
 
 
 def score_scale(config: DecoderConfig) -> float:
-    """Return the factor on q k^T: 1 / sqrt(K), and for latent attention YaRN's temperature, because
-    scaling the rotated part alone would not scale the whole score."""
+    """Return the factor on q k^T: 1 / sqrt(K).
+
+    Latent attention with YaRN multiplies it by YaRN's temperature, since scaled cosines and sines
+    would scale only the rotated part of the score.
+    """
     scale = config.head_size**-0.5
     if config.kv_lora_rank and config.rope_scaling == "yarn":
         scale *= yarn_mscale(config.rope_scaling_factor, config.rope_mscale_all_dim) ** 2
@@ -107,13 +110,13 @@ def score_scale(config: DecoderConfig) -> float:
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention, (B, T, D) -> (B, T, D).
+    """Multi-head causal self-attention, (B, T, D) -> (B, T, D), D the width of the model.
 
     The number of heads is read from the projections' outputs, so that the module also works with
     projections that are sharded over heads.
 
     Args:
-        window: sliding window of this layer, 0: none; None: that of the config.
+        window: sliding window of this layer, 0: no window; None: config.window.
     """
 
     def __init__(self, config: DecoderConfig, backend: "Backend", window: int | None = None):
@@ -181,7 +184,7 @@ def math_attention(
         v: (B, S, G, V).
         mask: bool (B, 1, T, S), True: attend; None: causal, with S = T.
         scale: factor on q k^T.
-        drop: dropout of the attention weights; None: none.
+        drop: dropout of the attention weights; None: no dropout.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
         (B, T, H, V) in q's dtype; computed in float32 at least.
@@ -228,8 +231,11 @@ def _sdpa(
 
 
 def dense_gradient(x: Tensor) -> Tensor:
-    """Return x with a gradient that is made contiguous. The cuDNN attention of torch 2.11 assumes a
-    dense output gradient: for a slice of a wider tensor it silently returned wrong gradients."""
+    """Return x; the backward makes the gradient of x contiguous.
+
+    cuDNN attention in torch 2.11 silently returns wrong gradients if the output's gradient is not
+    dense, such as a slice of a tensor.
+    """
     return _DenseGradient.apply(x)  # type: ignore[return-value]
 
 
@@ -265,7 +271,7 @@ def _has_flash3() -> bool:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Call FlexAttention, compiled here unless the caller is compiled."""
+    """Call FlexAttention; compile it here unless the caller is compiled."""
     assert isinstance(mask, BlockMask), "flex attention needs the BlockMask from its prepare"
     attend = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
@@ -296,20 +302,23 @@ def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
 
 
 def _prepared(documents: Tables | None, positions: Tensor) -> Tables | None:
-    """Return the tables of context parallelism, which describe the documents."""
+    """Return the document tables of context parallelism, with dynamic sizes."""
     return _dynamic(documents)
 
 
 def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | None:
-    """Return document boundaries, computed here unless the caller did so on the host."""
+    """Return document boundaries; compute them unless the caller has computed them on the host."""
     if isinstance(documents, Tensor):
         documents = {"segments": (document_segments(documents),)}
     return _dynamic(documents)
 
 
 def _dynamic(tables: Tables | None) -> Tables | None:
-    """Mark sizes that differ from batch to batch as dynamic for torch.compile: the number of
-    segments, the last tensor of each row, and of keys, the one before it."""
+    """Make torch.compile treat sizes that differ between batches as dynamic.
+
+    These sizes are, in each row of tables, the number of segments (last tensor) and the number of
+    keys (second last tensor).
+    """
     for row in (tables or {}).values():
         for table in row[-2:]:
             mark_dynamic(table, table.dim() - 1)
@@ -324,7 +333,7 @@ def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
 
 
 def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
-    """Return the same mask as a BlockMask, whose empty blocks are skipped."""
+    """Return the mask of `_dense_mask` as a BlockMask; FlexAttention skips its empty blocks."""
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
@@ -342,12 +351,12 @@ def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a run needs of its attention backend."""
+    """What a run requires of its attention backend."""
 
     device_type: str
     """"cuda" or "cpu"."""
     dtype: torch.dtype
-    """Of computation."""
+    """Dtype of computation."""
     head_dim: int
     documents: bool = False
     """Mask attention between documents."""
@@ -365,7 +374,7 @@ class AttentionNeeds:
     def of(
         cls, config: DecoderConfig, device_type: str, dtype: torch.dtype, **others: Any
     ) -> "AttentionNeeds":
-        """Return the needs of a model; `others`: documents, deterministic and context."""
+        """Return a model's requirements; `others`: values of documents, deterministic, context."""
         return cls(
             device_type,
             dtype,
@@ -389,7 +398,7 @@ def _capability() -> int:
 
 
 def _no_fused_kernel(needs: AttentionNeeds, capability: int, head_dim: int) -> str | None:
-    """Return why a fused half-precision kernel cannot run here; None: it can."""
+    """Return why a fused half-precision kernel cannot run here; None: it can run."""
     if needs.device_type != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
     if _capability() < capability:
@@ -431,10 +440,6 @@ def _no_flash_attn(needs: AttentionNeeds) -> str | None:
     return None
 
 
-def _no_flash(needs: AttentionNeeds) -> str | None:
-    return _no_fused_kernel(needs, capability=8, head_dim=256)
-
-
 def _no_flex(needs: AttentionNeeds) -> str | None:
     if needs.device_type != "cuda" or not torch.cuda.is_available():
         return "trains on CUDA devices only"
@@ -450,7 +455,7 @@ def _always(needs: AttentionNeeds) -> str | None:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
@@ -463,27 +468,29 @@ class Backend:
     run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
     """(q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), prepared mask, scale) -> (B, T, H, V)."""
     unavailable: Callable[[AttentionNeeds], str | None]
-    """Returns why it cannot run there; None: it can."""
+    """Returns why the backend cannot run; None: it can run."""
     prepare: Callable[[Any, Tensor], Mask] = _causal_only
-    """(documents int32 (B, T) or None, positions (B or 1, T)) -> the mask of all blocks; called
-    once per forward."""
+    """(documents int32 (B, T), tables or None; positions (B or 1, T)) -> mask for all blocks;
+    called once per forward."""
     documents: bool = False
-    """Whether it supports document masks."""
+    """Whether the backend supports document masks."""
     dropout: bool = False
-    """Whether it supports attention dropout."""
+    """Whether the backend supports attention dropout."""
     automatic: bool = True
-    """Whether `auto` may choose it without documents."""
+    """Whether `auto` may choose the backend without document masks."""
     packs: bool = True
-    """Whether `auto` may choose it with documents."""
+    """Whether `auto` may choose the backend with document masks."""
     narrow_values: bool = False
     """Whether V may be less than K, as in latent attention; otherwise values are padded."""
     kernel: str = ""
-    """The row of `dtron.kernels.attention.KERNELS` with its kernel, which context parallelism calls
-    block by block; empty: no kernel that returns a log-sum-exp."""
+    """Key in `dtron.kernels.attention.KERNELS`; context parallelism calls this kernel block by
+    block. Empty: the backend has no kernel that returns the log-sum-exp."""
 
     def described(self, documents: Tensor | Tables | None) -> Tensor | Tables | None:
-        """Convert documents on the host to what `prepare` takes, which saves a device
-        synchronisation. Tables are returned unchanged."""
+        """Convert documents on the host to the form that `prepare` takes; return tables unchanged.
+
+        Conversion on the device would synchronise the host with the device.
+        """
         if self.prepare is _segments and isinstance(documents, Tensor):
             return {"segments": (document_segments(documents),)}
         return documents
@@ -513,7 +520,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "flash",
             functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-            _no_flash,
+            functools.partial(_no_fused_kernel, capability=8, head_dim=256),
             _segments,
             True,
             packs=False,
@@ -549,14 +556,15 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     Args:
         name: a row's name, or `auto` for the first row that supports all needs.
     Raises:
-        ConfigError: no such row, or it lacks a feature; the message has the reason and the rows
-            that work.
+        ConfigError: `name` is unknown or lacks a feature; the message has the reason and the names
+            that can be used.
     """
     reasons = {row.name: _lacks(row, needs) or row.unavailable(needs) for row in BACKENDS.values()}
     able = [row for row in BACKENDS.values() if reasons[row.name] is None]
     names = ", ".join(["auto", *(row.name for row in able)])
     if name == "auto":
-        chosen = [row for row in able if needs.by_kernel or _is_automatic(row, needs)]
+        fast = [row for row in able if (row.packs if needs.documents else row.automatic)]
+        chosen = able if needs.by_kernel else fast
         name = (chosen or able or [BACKENDS["math"]])[0].name
     if name not in BACKENDS:
         hint = nearest(name, BACKENDS)
@@ -570,12 +578,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     return replace(row, prepare=_segments) if needs.by_kernel else row
 
 
-def _is_automatic(row: Backend, needs: AttentionNeeds) -> bool:
-    return row.packs if needs.documents else row.automatic
-
-
 def _lacks(row: Backend, needs: AttentionNeeds) -> str | None:
-    """Return which feature a row lacks; None: it supports all."""
+    """Return which feature a row lacks; None: it supports all features."""
     if needs.by_kernel:
         return _kernel_lacks(row, needs)
     if needs.documents and not row.documents:
@@ -586,7 +590,7 @@ def _lacks(row: Backend, needs: AttentionNeeds) -> str | None:
 
 
 def _kernel_lacks(row: Backend, needs: AttentionNeeds) -> str | None:
-    keys = ("parallel.cp", "window", "softcap", "sinks")
+    keys = ("parallel.cp", *(f"model.override.{k}" for k in ("window", "softcap", "sinks")))
     asked = zip(keys, (needs.context, needs.window, needs.softcap, needs.sinks), strict=True)
     reason = next(key for key, value in asked if value)
     if not row.kernel:

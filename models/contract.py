@@ -3,8 +3,8 @@
     MODELS["mine"] = ModelSpec("mine", SIZES, build=Mine, reads={"vocab_size", "dim", "n_layers"})
 
 Layers, embedding, head and vocabulary modules have the names given in the ModelSpec. `forward`
-accepts FORWARD_ARGUMENTS by name. `reads` lists the DecoderConfig fields that the module uses; a
-setting that it would ignore is an error.
+accepts FORWARD_ARGUMENTS by name. `reads` lists the DecoderConfig fields that the module uses;
+overriding any other field is an error.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def ignored(spec: ModelSpec, name: str) -> bool:
 
 
 def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
-    """Yield a warning if parameter and FLOP counts are those of a Decoder, not of this model."""
+    """Yield a warning if parameters and FLOPs are counted as for a Decoder, not for this model."""
     if spec.build is not Decoder:
         yield (
             f"model.name = {row} builds its own module: its parameters, FLOPs, MFU, memory and "
@@ -43,8 +43,8 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     """Check that a family meets the requirements of all passes, before the process group starts.
 
     Args:
-        row: its key in MODELS.
-        config: of the model to build.
+        row: key of the family in MODELS.
+        config: config of the model to build.
     Raises:
         ConfigError: lists all broken requirements.
     """
@@ -59,7 +59,7 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
 
 def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
     if spec.name != row:
-        yield f'its name is "{spec.name}"; use ModelSpec("{row}", ...)'
+        yield f'name = "{spec.name}" differs from its key; use ModelSpec("{row}", ...)'
     known = DecoderConfig.model_fields.keys() | EXTRA_READS
     if spec.reads is None:
         yield (
@@ -68,7 +68,7 @@ def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
             'and "attention" if it uses the backend'
         )
     elif unknown := sorted(spec.reads - known):
-        yield f"reads has {', '.join(unknown)}, which are not fields of DecoderConfig"
+        yield f"reads has unknown names, {', '.join(unknown)}; use fields of DecoderConfig"
     with torch.device("meta"):
         model = spec.build(config, BACKENDS["math"])
     if not isinstance(model, nn.Module):

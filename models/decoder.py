@@ -3,9 +3,9 @@
 One module covers all families; a DecoderConfig selects the variant. It is unsharded and knows no
 rank, mesh or process group: parallelism is applied from outside, by module name (FQN):
 
-    embed, position_embed                              the second for learned positions
+    embed, position_embed                              position_embed for learned positions
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
-    blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the others
+    blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
@@ -15,17 +15,17 @@ rank, mesh or process group: parallelism is applied from outside, by module name
 
 The input may also be hidden states instead of tokens. A pipeline stage is a Decoder in which the
 missing modules return their input (`parallelisms/pipeline/stages.py`). Between blocks the sequence
-may be sharded over ranks: no module there reads its length from x. Blocks of one kind (dense or
-with experts, with or without a window) differ only in their weights and take only tensors, so that
-torch.compile compiles one graph for all of them.
+may be sharded over ranks: no module reads the sequence length from hidden states. Blocks of one
+kind (dense or with experts, with or without a window) differ only in their weights and take only
+tensors, so that torch.compile compiles one graph per kind.
 
 Multi-token prediction (MTP): with h the hidden states after the last norm and e the embedding of
 the token k + 1 ahead, MTP block k = 0, 1, ... computes
 
     h <- norm(block(merge [token_norm(e), hidden_norm(h)]))
 
-from which the head predicts the token k + 2 ahead. It runs if `mtp_tokens` is given, and its logits
-follow those of the next token. Evaluation and generation skip it.
+From h the head predicts the token k + 2 ahead. MTP runs only if `mtp_tokens` is given, never in
+evaluation or generation. Its logits follow the logits of the next token.
 
 Shapes: B sequences, T tokens, D = dim, V vocabulary, K = head_dim, P = mtp.
 Sources: arXiv:1706.03762; pre-norm arXiv:2002.04745; initialisation GPT-2, arXiv:1909.08053;
@@ -71,7 +71,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D).
+        """Apply the block: (B, T, D) -> (B, T, D).
 
         Args:
             x: (B, T, D).
@@ -90,8 +90,11 @@ class Block(nn.Module):
 
 
 class ExpertBlock(Block):
-    """Block whose feed-forward layer is a mixture of experts. Its router's counts and losses are
-    outputs: recomputation may run the block twice, but they must be recorded once."""
+    """Block with a mixture of experts as feed-forward layer.
+
+    It returns the router's counts and losses for the caller to record: the block itself may run
+    twice under recomputation, but they must be recorded once.
+    """
 
     def _feed_forward(self, config: DecoderConfig) -> MoE:
         return MoE(config)
@@ -106,12 +109,13 @@ class ExpertBlock(Block):
         order: Tensor | None = None,
         real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) -> (B, T, D), and counts and losses as in `MoE.forward`.
+        """Apply the block: (B, T, D) -> (B, T, D); also return the router's counts and losses.
 
         Args:
-            x, rope, mask, dropout_keys: as in `Block.forward`.
-            loads: from `Router.loads`.
-            order, real: as in `MoE.forward`.
+            x, rope, mask, dropout_keys: arguments of `Block.forward`.
+            loads: result of `Router.loads`.
+            order: index of each token in its sequence, on all ranks; see `MoE.dispatch`.
+            real: bool (B, T), False for padding; None: no padding.
         """
         x = self._attended(x, rope, mask, dropout_keys)
         ffn = self.ffn
@@ -150,11 +154,11 @@ class MTPBlock(ExpertBlock):
         real: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `ExpertBlock.forward`, with `ahead`.
+        """Merge x and `ahead`, then apply `ExpertBlock.forward`.
 
         Args:
             x: (B, T, D), normalised.
-            ahead: (B, T, D), embeddings of the tokens k + 1 ahead.
+            ahead: (B, T, D), embeddings of the tokens k + 1 ahead, for MTP block k.
         """
         assert ahead is not None, "an MTP block needs the tokens ahead"
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
@@ -218,13 +222,14 @@ class Decoder(nn.Module):
             labels: int64 (B, T), passed to a head that computes the loss (`train.loss_chunks`);
                 with `mtp_tokens` (B, T, 1 + P).
             mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: skip MTP.
-            order: as in `MoE.forward`; used if experts have a capacity.
-            real: as in `MoE.forward`; used if there are experts.
+            order: index of each token in its sequence, on all ranks that share the micro-batch
+                (see `MoE.dispatch`); used if experts have a capacity.
+            real: bool (B, T), False for padding; None: no padding. Used by models with experts.
             loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
         Returns:
-            Logits (B, T, V) in the dtype of computation, or hidden states (B, T, D) without a head;
-            with labels, the head's loss. With `mtp_tokens`, 1 + P logits on the head's stage; with
-            labels too, the weighted sum of the losses and their sums (1 + P,).
+            Logits (B, T, V) in the dtype of computation, or with labels the head's loss. With
+            `mtp_tokens`, a tuple of 1 + P logits; or with labels (the weighted sum of the losses,
+            the sum of each loss (1 + P,)). Stages without the head return hidden states (B, T, D).
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
@@ -278,14 +283,14 @@ class Decoder(nn.Module):
         if self.position_embed is not None:
             if tokens.shape[1] > self.config.max_seq_len:
                 raise ConfigError(
-                    f"sequences of {tokens.shape[1]} tokens exceed the model's learned positions, "
-                    f"model.override.max_seq_len = {self.config.max_seq_len}"
+                    f"model.override.max_seq_len = {self.config.max_seq_len} is less than the "
+                    f"sequence length of {tokens.shape[1]} tokens; use {tokens.shape[1]} or more"
                 )
             x = x + self.position_embed(positions)
         return self.embed_drop(x, self._layer_keys(keys, -1))
 
     def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
-        """Dropout keys of one layer (-1: the embedding); None without dropout."""
+        """Return the dropout keys of one layer (-1: the embedding); None without dropout."""
         if not self.training or not self.config.draws:
             return None
         assert keys is not None, "a model with dropout or jitter needs dropout_keys in training"
@@ -296,7 +301,7 @@ class Decoder(nn.Module):
 def init_parameter(
     config: DecoderConfig, fqn: str, full: Tensor, generator: torch.Generator
 ) -> None:
-    """Initialise one unsharded parameter in place, from its name and the generator only.
+    """Initialise one unsharded parameter in place, from FQN, config and generator only.
 
     Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * n_layers)
     for matrices that write to the residual stream (wo, down), so that its variance does not grow
@@ -304,8 +309,8 @@ def init_parameter(
     drawn as one tensor.
 
     Args:
-        config: of the model.
-        fqn: name of the parameter, as in `named_parameters`.
+        config: config of the model.
+        fqn: FQN of the parameter.
         full: the unsharded parameter, a plain tensor of any floating dtype and device.
         generator: on the tensor's device.
     """

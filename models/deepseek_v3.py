@@ -167,13 +167,13 @@ SIZES = {
 
 
 def _halves(start: int, width: int) -> Iterator[int]:
-    """Map rows for half-rotation (GPT-NeoX style) to rows for interleaved rotation."""
+    """Map rows for rotation by halves (GPT-NeoX style) to rows for interleaved rotation."""
     for i in range(width):
         yield start + 2 * i if i < width // 2 else start + 2 * i - width + 1
 
 
 def _query_rows(config: DecoderConfig, n_rows: int) -> list[int]:
-    """Rows of each head: first those without rotation, then the rotated ones."""
+    """Return the rows of each head: first the rows without rotation, then the rotated rows."""
     rows: list[int] = []
     for start in range(0, n_rows, config.head_size):
         rotated = start + config.nope_head_dim
@@ -182,13 +182,13 @@ def _query_rows(config: DecoderConfig, n_rows: int) -> list[int]:
 
 
 def _latent_rows(config: DecoderConfig, n_rows: int) -> list[int]:
-    """Rows of the latent vector, then those of the rotated key."""
+    """Return the rows of the latent vector, then the rows of the rotated key."""
     latent = config.kv_lora_rank
     return [*range(latent), *_halves(latent, config.rope_head_dim)]
 
 
 def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_rope`, but mscale_all_dim always multiplies the attention scores."""
+    """Call `read_rope`; refuse an mscale_all_dim that `read_rope` ignores, but this model uses."""
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     explicit = rope.get("attention_factor") is not None
     if (whole := rope.get("mscale_all_dim")) and (explicit or not rope.get("mscale")):
@@ -203,12 +203,12 @@ def _read_dense(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_dense(config: DecoderConfig) -> dict[str, Any]:
-    width = config.ffn_dim or config.expert_dim * config.experts_per_token  # of no layer
+    width = config.ffn_dim or config.expert_dim * config.experts_per_token  # used by no layer
     return {"first_k_dense_replace": config.first_dense_layers, "intermediate_size": width}
 
 
 def _read_groups(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Group-limited routing; selecting from all groups is the same as having no groups."""
+    """Read the groups of experts; selection from all groups becomes n_groups = 1."""
     groups, top = given.get("n_group", 8), given.get("topk_group", 4)
     if groups == top:
         groups, top = 1, 1
@@ -231,7 +231,7 @@ def _write_mtp(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _copies(config: DecoderConfig) -> dict[str, str]:
-    """MTP layers store copies of the embedding and of the head."""
+    """Return the copies of the embedding and the head that MTP layers store."""
     layers = [f"model.layers.{config.n_layers + i}" for i in range(config.mtp)]
     return {
         **{f"{layer}.embed_tokens.weight": "embed.weight" for layer in layers},

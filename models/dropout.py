@@ -1,13 +1,13 @@
 """Dropout by a hash of each element's index instead of a random number generator's state.
 
-Whether an element is kept is a hash of (seed, step, sequence, token, layer, site, feature). Hence
-the same elements are dropped in any layout of ranks, in any micro-batching, under recomputation
-and under torch.compile, without any state to save. Each token has one 32-bit key; the decoder
-folds the layer into it outside the blocks, so that blocks differ only in their weights and
-torch.compile compiles one graph for all of them.
+A hash of (seed, step, sequence, token, layer, site, feature) decides whether an element is kept.
+Hence the same elements are dropped in any layout of ranks, in any micro-batching, under
+recomputation and under torch.compile, without any state to save. Each token has one 32-bit key. The
+decoder folds the layer into the key outside the blocks, so that blocks differ only in their weights
+and torch.compile compiles one graph for all blocks.
 
-The mixer is a 32-bit finaliser (xor-shift, multiply, twice) whose multipliers are below 2^31:
-in int64 tensors a product of them with a 32-bit value cannot overflow. It is written for
+The mixer is a 32-bit finaliser (xor-shift, multiply, twice). Its multipliers are below 2^31, so
+that their int64 product with a 32-bit value cannot overflow. It is written for
 torch.compile, which fuses it into one kernel; in eager mode it allocates int64 temporaries of x's
 shape.
 
@@ -17,21 +17,21 @@ Source: finaliser 21f0aaad/735a2d97 of github.com/skeeto/hash-prospector, issue 
 import torch
 from torch import Tensor, nn
 
-ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING, ROUTER = range(5)  # sites
+ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING, ROUTER = range(5)  # values of `site`
 
 _LOW = 0xFFFFFFFF
 _INCREMENT = 0x1E3779B9  # keeps the mixer away from its fixed point mix(0) = 0
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hash 32-bit values: a bijection; each input bit flips each output bit half the time."""
+    """Hash 32-bit values: a bijection; an input bit flips half of the output bits on average."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
     return x ^ (x >> 15)
 
 
 def fold(key: Tensor, value: int | Tensor) -> Tensor:
-    """Derive keys from keys (int64, below 2**32) and 64-bit integers, which broadcast."""
+    """Derive new keys from keys (int64, below 2**32) and 64-bit values; the two broadcast."""
     low = mix(((key ^ (value & _LOW)) + _INCREMENT) & _LOW)
     return mix(((low ^ ((value >> 32) & _LOW)) + _INCREMENT) & _LOW)
 
@@ -41,10 +41,10 @@ def token_keys(seed: int, step: int | Tensor, sequence: Tensor, positions: Tenso
 
     Args:
         seed: the run's seed.
-        step: optimizer step; an int, or int64 of shape ().
+        step: optimizer step; an int, or an int64 scalar tensor.
         sequence: int64 (B,), index of each sequence in the run's global batch.
-        positions: int64 (T,) or (B, T), index of each token in its sequence. Not the position in
-            a packed document: two documents of one sequence would share their keys.
+        positions: int64 (T,) or (B, T), index of each token in its sequence. (With positions in
+            packed documents, two documents of one sequence would share their keys.)
     Returns:
         int64 (B, T), values below 2**32.
     """
@@ -58,8 +58,10 @@ def keep_mask(p: float, keys: Tensor, site: int, n_features: int) -> Tensor:
 
 
 def uniform(keys: Tensor, site: int, n_features: int) -> Tensor:
-    """Return noise in [0, 1) for n_features elements of each key: int64 (...) -> float32
-    (..., n_features)."""
+    """Return noise in [0, 1) for n_features elements of each key.
+
+    Shapes: int64 (...) -> float32 (..., n_features).
+    """
     return (_draws(keys, site, n_features) >> 8).float() * 2**-24  # as many bits as float32 has
 
 
@@ -74,7 +76,7 @@ def dropout(x: Tensor, p: float, keys: Tensor, site: int) -> Tensor:
     Args:
         x: (B, T, D), any floating dtype.
         keys: int64 (B, T) from `token_keys`, with the layer folded in.
-        site: which dropout of the layer this is.
+        site: which dropout of the layer it is, such as FFN_OUTPUT.
     """
     return torch.where(keep_mask(p, keys, site, x.shape[-1]), x * (1 / (1 - p)), 0)
 
@@ -93,14 +95,14 @@ def attention_dropout(weights: Tensor, p: float, keys: Tensor, first_head: int =
 
 
 class Dropout(nn.Module):
-    """Dropout of one site; the identity in evaluation mode or with p = 0."""
+    """Dropout at one site of a layer; the identity in evaluation mode or with p = 0."""
 
     def __init__(self, p: float, site: int):
         super().__init__()
         self.p, self.site = p, site
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """(B, T, D) and int64 (B, T) -> (B, T, D)."""
+        """Apply dropout to x (B sequences, T tokens, D) with dropout keys int64 (B, T)."""
         if not self.p or not self.training:
             return x
         assert keys is not None, "dropout needs dropout keys"
@@ -119,5 +121,5 @@ class AttentionDropout(nn.Module):
         self.p, self.head_shard = p, 0
 
     def forward(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """(B, H, T, S) and int64 (B, T) -> (B, H, T, S)."""
+        """Apply dropout to weights (B, H heads, T queries, S keys); dropout keys: int64 (B, T)."""
         return attention_dropout(weights, self.p, keys, self.head_shard * weights.shape[1])

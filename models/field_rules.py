@@ -21,10 +21,13 @@ def broken_rules(config: "DecoderConfig") -> Iterator[str]:
 def _unused(
     keys: str, needed: str, readers: tuple[str, ...] = (), fix: str = ""
 ) -> Rule["DecoderConfig"]:
-    """Return the rule that keys keep their defaults unless `needed` is set, or one of `readers`.
+    """Return a rule: `keys` must have their defaults if the field `needed` disables them.
 
     Args:
-        fix: an alternative to the default, for the message.
+        keys: fields, separated by spaces.
+        needed: a field without which `keys` have no effect.
+        readers: values of `needed` with which `keys` have an effect; empty: any non-zero value.
+        fix: text of the message after the default, such as " or set mtp".
     """
 
     def message(config: "DecoderConfig") -> str:
@@ -41,7 +44,7 @@ def _unused(
 
 
 def _divides(key: str, of: str) -> Rule["DecoderConfig"]:
-    """Return the rule that the value of `key` divides that of `of`."""
+    """Return a rule: the value of the field `key` must divide the value of the field `of`."""
 
     def message(config: "DecoderConfig") -> str:
         value, n = getattr(config, key), getattr(config, of)
@@ -65,10 +68,11 @@ def _indivisible_dim(config: "DecoderConfig") -> Iterator[str]:
 
 
 _ROPE_RANGES = {
-    "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "Llama 3.1 has 4 and 1"),
-    "yarn": ("rope_beta_slow", "rope_beta_fast", "YaRN has 32 and 1"),
+    "llama3": ("rope_low_freq_factor", "rope_high_freq_factor", "use 4.0 and 1.0, as Llama 3.1"),
+    "yarn": ("rope_beta_slow", "rope_beta_fast", "use 32.0 and 1.0, as YaRN"),
 }
-"""rope_scaling -> lower and upper bound of the partly scaled frequencies, values in the source."""
+"""{rope_scaling: (field of the lower bound, field of the upper bound, fix)}. Between the bounds,
+frequencies are partly scaled."""
 
 
 def _empty_rope_range(config: "DecoderConfig") -> Iterator[str]:
@@ -81,14 +85,14 @@ def _empty_rope_range(config: "DecoderConfig") -> Iterator[str]:
 def _wrong_latent(config: "DecoderConfig") -> Iterator[str]:
     if not config.kv_lora_rank:
         return
-    why = f"does not go with kv_lora_rank = {config.kv_lora_rank}; use"
+    why = f"conflicts with kv_lora_rank = {config.kv_lora_rank}; use"
     for key, width in {"nope_head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}.items():
         if not getattr(config, key):
             yield f"{key} = 0 {why} a width, such as {width}"
     if config.v_head_dim > config.head_size:
         yield (
             f"v_head_dim = {config.v_head_dim} is wider than query heads, nope_head_dim + "
-            f"rope_head_dim = {config.head_size}; use at most that"
+            f"rope_head_dim = {config.head_size}; use {config.head_size} or less"
         )
     legal = {"head_dim": 0, "n_kv_heads": config.n_heads, "qk_norm": False, "positions": "rope"}
     for key, value in legal.items():
@@ -100,11 +104,11 @@ def _small_groups(config: "DecoderConfig") -> Iterator[str]:
     groups, top, chosen = config.n_groups, config.top_groups, config.experts_per_token
     size = config.n_experts // groups
     if top > groups or top == groups > 1:
-        yield f"top_groups = {top} has no effect with n_groups = {groups}; use less, or 1 for both"
+        yield f"top_groups = {top} has no effect with n_groups = {groups}; use fewer, or 1 for both"
     if config.router == "sigmoid" and groups > 1 and size < 2:
         yield (
-            f'n_groups = {groups} leaves 1 expert per group, but router = "sigmoid" ranks groups '
-            f"by two; use {config.n_experts // 2} or less"
+            f'n_groups = {groups} leaves 1 expert per group, but router = "sigmoid" ranks a group '
+            f"by its 2 best experts; use {config.n_experts // 2} or less"
         )
     if size and top * size < chosen:
         yield (
@@ -127,7 +131,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     Rule(
         "rope_scaling positions",
         lambda c: c.rope_scaling != "yarn" or c.positions == "rope",
-        'rope_scaling = "yarn" has no effect without rope positions; use "llama3"',
+        'rope_scaling = "yarn" has no effect without positions = "rope"; use "llama3"',
     ),
     Rule(
         "rope_scaling rope_scaling_factor",
@@ -147,8 +151,8 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     Rule(
         "rope_theta rope_scaling",
         lambda c: c.rope_scaling != "yarn" or c.rope_theta > 1,
-        "rope_theta = {c.rope_theta} has no logarithm above 0, which "
-        'rope_scaling = "yarn" divides by; use more than 1, such as 10000.0',
+        'rope_theta = {c.rope_theta} is not above 1, but rope_scaling = "yarn" divides by its '
+        "logarithm; use more than 1, such as 10000.0",
     ),
     Rule(
         "full_attention_every window",
@@ -196,21 +200,21 @@ EXPERTS: "tuple[Rule[DecoderConfig], ...]" = (
     Rule(
         "expert_dim n_experts",
         lambda c: c.expert_dim,
-        "expert_dim = 0 does not go with n_experts = {c.n_experts}; use a hidden width",
+        "expert_dim = 0 conflicts with n_experts = {c.n_experts}; use a hidden width",
     ),
     Rule(
         "first_dense_layers n_layers n_experts",
         lambda c: c.first_dense_layers < c.n_layers,
         lambda c: (
-            f"first_dense_layers = {c.first_dense_layers} leaves none of n_layers = {c.n_layers} "
-            f"with experts; use at most {c.n_layers - 1}, or n_experts = 0"
+            f"first_dense_layers = {c.first_dense_layers} leaves no experts in n_layers = "
+            f"{c.n_layers}; use at most {c.n_layers - 1}, or n_experts = 0"
         ),
     ),
     Rule(
         "ffn_dim first_dense_layers",
         lambda c: c.ffn_dim or not c.first_dense_layers,
-        "ffn_dim = 0 does not go with first_dense_layers = {c.first_dense_layers}; use "
-        "their hidden width",
+        "ffn_dim = 0 conflicts with first_dense_layers = {c.first_dense_layers}; use "
+        "the hidden width of these layers",
     ),
     Rule(
         "ffn_dim first_dense_layers",

@@ -1,13 +1,13 @@
 """Floating-point operations of training, in both common conventions.
 
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
-    causal   6 * P + 3 * L * H * (K + V) * S    half of them, by the causal mask (Megatron-Bridge)
+    causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
-per token, forward and backward. P: parameters in matmuls (no embeddings; the head counts once per
-prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key and value heads (with
-K = V the attention term of `full` is the usual 12 * L * H * K * S), S the sequence length. With
-packed documents of lengths l under a document mask, S is sum(l^2) / sum(l). Recomputation is not
-counted: the result gives MFU, not HFU.
+These are FLOPs per token, of forward and backward. P: parameters in matmuls (no embeddings; the
+head counts once per prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key
+and value heads (with K = V the attention term of `full` is the usual 12 * L * H * K * S), S the
+sequence length. With packed documents of lengths l under a document mask, S is sum(l^2) / sum(l).
+Recomputation is not counted: the result gives MFU, not HFU.
 
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
@@ -21,7 +21,7 @@ from dtron.models.layers import ACTIVATIONS
 Convention = Literal["full", "causal"]
 _PASSES = {"full": 6, "causal": 3}
 
-# Dense bfloat16 peak of one device in FLOP/s by torch.cuda's device name; from data sheets.
+# Dense bfloat16 peak of one device in FLOP/s, by prefix of its name; from data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
@@ -46,7 +46,7 @@ class FlopsModel:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Self:
-        """Return the sizes of a decoder, including norms and biases."""
+        """Return the sizes of a decoder; `matmul_params` includes norms and biases."""
         return cls(
             matmul_params=n_active_parameters(config)
             - config.lookup_params
@@ -74,7 +74,7 @@ def n_parameters(config: DecoderConfig) -> int:
 
 
 def n_active_parameters(config: DecoderConfig) -> int:
-    """Count the parameters active for a token: all but its unselected experts."""
+    """Count the parameters active for a token: all except the unselected experts' parameters."""
     idle = (config.n_experts - config.experts_per_token) * _expert(config)
     return n_parameters(config) - (config.n_expert_layers + config.mtp) * idle
 
@@ -126,7 +126,8 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
     """Return the FLOPs of forward and backward per token.
 
     Args:
-        attended: the sequence length, or sum(l^2) / sum(l) over documents of length l.
+        attended: attended length, 2 * (mean number of keys per query) - 1: the sequence length, or
+            sum(L^2) / sum(L) for documents of length L.
     """
     heads = model.n_heads * (model.qk_head_dim + model.v_head_dim)
     return 6 * model.matmul_params + _PASSES[convention] * model.n_layers * heads * attended

@@ -63,7 +63,7 @@ SIZES = {
 
 
 def _third(i: int) -> RowOrder:
-    """Rows of third i of a matrix that holds queries, keys and values."""
+    """Return a RowOrder: the rows of third i of a matrix that stacks queries, keys and values."""
     return lambda config, n_rows: range(i * n_rows, (i + 1) * n_rows)
 
 

@@ -1,8 +1,8 @@
 """gpt-oss: experts with biases and clamped SwiGLU, attention sinks, a window in every other layer.
 
-A token selects the 4 experts with the largest logits; their weights are the softmax of these. YaRN
-is part of the model and does not round its bounds. The sources do not describe training; the
-weight of the balance loss is that of the released configuration.
+A token selects the 4 experts with the largest logits; their weights are the softmax of these
+logits. YaRN is part of the model and does not round its bounds. The sources do not describe
+training; the balance coefficient is that of the released configuration.
 
 Sources: gpt-oss model card, arXiv:2508.10925, and the released configurations.
 """
@@ -91,7 +91,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers have a window: all, none, or all but every n-th."""
+    """Read which layers have a window: all layers, no layer, or all except every n-th."""
     window, n_layers = given.get("sliding_window", 128), given["num_hidden_layers"]
     kinds = given.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(n_layers)]
     if not window or _SLIDING not in kinds:
@@ -113,7 +113,7 @@ def _write_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _in_turn(i: int) -> RowOrder:
-    """Rows of gate (i = 0) or up (i = 1), which alternate in one matrix."""
+    """Return a RowOrder: the rows of gate (i = 0) or up (i = 1), which alternate in one matrix."""
     return lambda config, n_rows: range(i, 2 * n_rows, 2)
 
 

@@ -7,8 +7,8 @@ A folder in that format has config.json and safetensors files. Each model family
                          (transposed, several parameters fused into one tensor, one stacked
                          parameter as several tensors)
 
-"Ours" is dtron's side, "theirs" that of transformers. Nothing is silently ignored: an unknown key
-of config.json, or a value that dtron's model does not implement, is an error.
+In names, "ours" means dtron and "theirs" means transformers. Nothing is silently ignored: an
+unknown key of config.json, or a value that dtron's model does not implement, is an error.
 
 Sources: transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype),
 configuration_utils.py and modeling_rope_utils.py.
@@ -24,29 +24,33 @@ from dtron.models.config import DecoderConfig
 from dtron.models.rope import rope_magnitude
 
 RowOrder = Callable[[DecoderConfig, int], Sequence[int]]
-"""(config, number of our rows) -> index of each in their tensor."""
+"""(config, number of rows of the dtron parameter) -> index of each row in the tensor of
+transformers."""
 ReadKeys = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class WeightName:
-    """Name and layout of a parameter in both formats. `*` is the layer's index; a pattern that
-    names a module matches its `weight` and `bias`."""
+    """Name and layout of a parameter in dtron and in transformers.
+
+    `*` is the layer's index. A pattern that names a module matches its `weight` and `bias`.
+    """
 
     ours: str
     theirs: str
-    """With `{expert}`: our parameter stacks theirs, one tensor per expert, along dim 0."""
+    """Name in transformers. With `{expert}`: transformers has one tensor per expert, which dtron's
+    parameter stacks along dim 0."""
     transposed: bool = False
-    """Whether the last two dims are swapped, as in GPT-2's weights (input, output)."""
+    """Whether transformers swaps the last two dims, as in GPT-2's weights (input, output)."""
     rows: RowOrder | None = None
-    """Index of our rows in their tensor (after the swap); None: the same rows in order."""
+    """Index of dtron's rows in the tensor of transformers (after the swap); None: the same rows."""
     dim: int = 0
-    """The dim that `rows` indexes, not counting that of `{expert}`."""
+    """The dim that `rows` indexes; the dim of `{expert}` does not count."""
 
 
 @dataclass(frozen=True)
 class KeyConverter:
-    """Functions that translate keys of config.json which `HuggingFace.fields` cannot."""
+    """Two functions that translate keys of config.json that `HuggingFace.fields` cannot express."""
 
     keys: frozenset[str]
     read: ReadKeys
@@ -67,25 +71,25 @@ class HuggingFace:
     base: Mapping[str, Any]
     """Fields of DecoderConfig that the architecture implies."""
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Key -> supported values; the first is written."""
+    """Key -> supported values; export writes the first."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of `fields` -> default of transformers."""
+    """Key of `fields` -> its default in transformers."""
     converters: Sequence[KeyConverter] = ()
     ignored_keys: frozenset[str] = frozenset()
     """Keys that do not affect what this architecture computes."""
     prefix: str = ""
-    """Prefix of all tensor names but the head's; files of the model without head omit it."""
+    """Prefix of all tensor names except the head's; files of a model without head omit it."""
     ignored_tensors: Sequence[str] = ()
     """Patterns of tensors in old files that are not weights, such as masks."""
     copies: Callable[[DecoderConfig], Mapping[str, str]] = lambda config: {}
-    """Config -> their tensors that duplicate one of our parameters, and its FQN."""
+    """Config -> {tensor of transformers that duplicates a parameter: FQN of this parameter}."""
 
     def read(self, given: Mapping[str, Any], where: str) -> DecoderConfig:
         """Convert the content of a config.json.
 
         Args:
             given: the file's content.
-            where: its path, for errors.
+            where: path of the file, for errors.
         Raises:
             CheckpointError: a key is unknown, missing, or has an unsupported value.
         """
@@ -106,7 +110,7 @@ class HuggingFace:
         """Return the content of config.json, without the dtype of the files.
 
         Raises:
-            CheckpointError: the architecture does not support a field's value; names the field.
+            CheckpointError: the architecture does not support a value; the message names its field.
         """
         written: dict[str, Any] = {"architectures": [self.architecture]}
         written["model_type"] = self.model_type
@@ -146,13 +150,19 @@ class HuggingFace:
 
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[tuple[str, Any, Any]]:
-    """List the fields by which two models differ in names, shapes or results, with both values."""
+    """Return [(field, value, other value)] of fields that make two models differ.
+
+    Models differ if their parameter names, shapes or results differ.
+    """
     ours, theirs = _computation_fields(config), _computation_fields(other)
     return [(k, ours[k], theirs[k]) for k in ours if not _same(ours[k], theirs[k])]
 
 
 def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields that affect what a model computes; fields without effect have defaults."""
+    """Return the fields that affect what a model computes.
+
+    Fields that have no effect in this config get their default values.
+    """
     fields = config.model_dump()
     for name in TRAINING_FIELDS:
         fields.pop(name, None)
@@ -189,7 +199,7 @@ TRAINING_FIELDS = (
 )
 """Fields of training or of weight storage, which do not change the model."""
 BIAS_SPEED = 0.001
-"""bias_speed of a model whose routers have biases; config.json does not have it."""
+"""bias_speed of an imported model with expert biases; config.json has no such key."""
 
 IGNORED_KEYS = frozenset(
     """
@@ -225,11 +235,15 @@ ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
         "original_max_position_embeddings": "rope_original_context",
     },
 }
-"""rope_type -> its keys -> fields."""
+"""rope_type -> {key of config.json: field of DecoderConfig}."""
 
 
 def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Read the rotary embedding of a config.json of transformers 4 or 5. Raises CheckpointError."""
+    """Convert the rope keys of config.json (transformers 4 or 5) to fields of DecoderConfig.
+
+    Raises:
+        CheckpointError: a key is missing or has a value that dtron does not support.
+    """
     rope = _merged(given.get("rope_scaling") or {}, given.get("rope_parameters") or {})
     rope = _merged(rope, {"rope_theta": t} if (t := given.get("rope_theta")) is not None else {})
     kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
@@ -265,12 +279,12 @@ def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     for key in one.keys() & other.keys():
         if one[key] != other[key]:
-            raise CheckpointError(f"{key} is both {one[key]!r} and {other[key]!r}")
+            raise CheckpointError(f"{key} is both {one[key]!r} and {other[key]!r}; keep one")
     return {**one, **other}
 
 
 def _read_temperature(rope: dict[str, Any]) -> dict[str, Any]:
-    """Pop the keys of YaRN's temperature and of its rounding from `rope`."""
+    """Pop the keys of YaRN's temperature and rounding from `rope`; return fields of the config."""
     mscale, whole = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
     magnitude = rope.pop("attention_factor", None)
     fields = {"rope_truncate": rope.pop("truncate", True)}
@@ -302,38 +316,17 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_context(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the model's context length."""
+    """Return {max_seq_len: the model's context length}; {} if config.json has none."""
     positions = given.get("max_position_embeddings")
     return {"max_seq_len": positions} if positions else {}
 
 
 def write_context(config: DecoderConfig) -> dict[str, Any]:
-    """Return the model's context length, at least that after rope scaling."""
+    """Return {max_position_embeddings: max_seq_len, or the length after rope scaling if larger}."""
     extended = 0
     if config.rope_scaling_factor > 1:
         extended = round(config.rope_scaling_factor * config.rope_original_context)
     return {"max_position_embeddings": max(config.max_seq_len, extended)}
-
-
-def read_head_dim(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the width of a head; 0 if missing: hidden_size / num_attention_heads."""
-    return {"head_dim": given.get("head_dim") or 0}
-
-
-def write_head_dim(config: DecoderConfig) -> dict[str, Any]:
-    """Return the resolved width of a head."""
-    return {"head_dim": config.head_size}
-
-
-def read_kv_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the number of key and value heads, by default that of query heads."""
-    heads = given.get("num_key_value_heads") or given.get("num_attention_heads")
-    return {"n_kv_heads": heads}
-
-
-def write_kv_heads(config: DecoderConfig) -> dict[str, Any]:
-    """Return the number of key and value heads."""
-    return {"num_key_value_heads": config.n_kv_heads}
 
 
 def rope_converter(read: ReadKeys = read_rope) -> KeyConverter:
@@ -343,7 +336,7 @@ def rope_converter(read: ReadKeys = read_rope) -> KeyConverter:
 
 
 def llama_converters(read: ReadKeys = read_rope) -> tuple[KeyConverter, ...]:
-    """Return the converters of Llama and of models derived from it; `read` is that of rope."""
+    """Return the converters of Llama and of models derived from it; `read` reads the rope keys."""
     return (rope_converter(read), CONTEXT, HEAD_DIM, KV_HEADS)
 
 
@@ -351,7 +344,7 @@ def optional_key(key: str, name: str, default: int = 0) -> KeyConverter:
     """Return the converter of a key that is null if the field `name` is 0.
 
     Args:
-        default: of transformers.
+        default: default of the key in transformers.
     """
     return KeyConverter(
         frozenset({key}),
@@ -361,8 +354,18 @@ def optional_key(key: str, name: str, default: int = 0) -> KeyConverter:
 
 
 CONTEXT = KeyConverter(frozenset({"max_position_embeddings"}), read_context, write_context)
-HEAD_DIM = KeyConverter(frozenset({"head_dim"}), read_head_dim, write_head_dim)
-KV_HEADS = KeyConverter(frozenset({"num_key_value_heads"}), read_kv_heads, write_kv_heads)
+HEAD_DIM = KeyConverter(  # 0 if missing: hidden_size / num_attention_heads
+    frozenset({"head_dim"}),
+    lambda given: {"head_dim": given.get("head_dim") or 0},
+    lambda config: {"head_dim": config.head_size},
+)
+KV_HEADS = KeyConverter(  # as many as query heads if missing
+    frozenset({"num_key_value_heads"}),
+    lambda given: {
+        "n_kv_heads": given.get("num_key_value_heads") or given.get("num_attention_heads")
+    },
+    lambda config: {"num_key_value_heads": config.n_kv_heads},
+)
 
 LLAMA_FIELDS = {
     "vocab_size": "vocab_size",
@@ -374,7 +377,7 @@ LLAMA_FIELDS = {
     "tie_word_embeddings": "tied",
     "attention_dropout": "attention_dropout",
 }
-"""Fields of Llama and of models derived from it."""
+"""`HuggingFace.fields` of Llama and of models derived from it."""
 LLAMA_DEFAULTS = {"tie_word_embeddings": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6}
 LLAMA_BASE = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"}
 LLAMA_ATTENTION = (
@@ -402,7 +405,7 @@ MOE_FIELDS = {
     **{key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"},
     "num_experts_per_tok": "experts_per_token",
 }
-"""Fields of mixtures of experts."""
+"""`HuggingFace.fields` of mixtures of experts."""
 MOE_IGNORED_KEYS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Training settings: the load-balancing loss is `model.override.balance`."""
 EXPERT_NAMES = tuple(

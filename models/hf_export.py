@@ -1,6 +1,6 @@
-"""Writes weights in Hugging Face's format, one tensor in memory at a time.
+"""Write weights in Hugging Face's format, one tensor in memory at a time.
 
-Ranks can write different files of one folder.
+Each rank can write some of the files of one folder.
 """
 
 import json
@@ -30,16 +30,16 @@ class HFExport:
     """Writer of a model in Hugging Face's format.
 
     Attributes:
-        files: the tensor names of each file, in order.
+        files: names of the tensors in each file, in order.
     Args:
         hf: translation table of the model family.
-        config: of the model.
-        model: on any device, for names and shapes.
-        dtype_of: FQN -> dtype in the files; saved buffers keep their own.
-        get: (FQN, region) -> that part of a parameter, on any device.
-        file_bytes: maximum size of a file, unless one tensor is larger.
+        config: config of the model.
+        model: on any device; gives names and shapes.
+        dtype_of: FQN -> dtype in the files; saved buffers keep their dtype.
+        get: (FQN, region) -> the values of the parameter in this region, on any device.
+        file_bytes: maximum size of a file in bytes, unless one tensor is larger.
     Raises:
-        CheckpointError: the format does not support the config; names the field.
+        CheckpointError: transformers does not support the config; the message names the field.
     """
 
     def __init__(
@@ -72,18 +72,21 @@ class HFExport:
         self.files = list(_filled(self._tensors, file_bytes))
 
     def name(self, number: int) -> str:
-        """Return the name of a file."""
+        """Return the name of file `number`."""
         n = len(self.files)
         return SINGLE if n == 1 else f"model-{number + 1:05}-of-{n:05}.safetensors"
 
     def write(self, folder: Path, numbers: Sequence[int]) -> None:
-        """Write some of the files. Raises OSError."""
+        """Write the files with these numbers. Raises OSError: a file cannot be written."""
         for number in numbers:
             tensors = {key: self._tensors[key] for key in self.files[number]}
             write_tensors(folder / self.name(number), tensors, self._tensor, {"format": "pt"})
 
     def write_json(self, folder: Path) -> None:
-        """Write config.json and, for several files, the index. Raises OSError."""
+        """Write config.json and, if the weights are in several files, the index.
+
+        Raises OSError: a file cannot be written.
+        """
         write_atomically(folder / CONFIG, _text(self.config_json))
         if len(self.files) > 1:
             total = sum(described.nbytes for described in self._tensors.values())
@@ -93,7 +96,7 @@ class HFExport:
         sync_directory(folder)
 
     def _tensor(self, theirs: str) -> Tensor:
-        """Assemble one of their tensors from our parameters."""
+        """Assemble the tensor with Hugging Face name `theirs` from dtron's parameters."""
         described = self._tensors[theirs]
         sources = self._sources[theirs]
         if len(sources) == 1 and not sources[0][1].name.transposed and not sources[0][1].name.rows:

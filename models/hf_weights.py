@@ -1,8 +1,9 @@
-"""Reads weights in Hugging Face's format, slice by slice.
+"""Read weights in Hugging Face's format, slice by slice.
 
-`weight_locations` maps each of our parameters to their tensors. Opening an `HFFolder` checks that
-it has exactly the tensors of the model, with the right shapes. `HFFolder.read` returns a region of
-a parameter and reads only those bytes.
+`weight_locations` maps each parameter of dtron to tensors of transformers; in names, "ours" means
+dtron and "theirs" means transformers. Opening an `HFFolder` checks that the folder has exactly the
+tensors of the model, with the right shapes. `HFFolder.read` reads only the bytes of the requested
+region of a parameter.
 """
 
 import logging
@@ -36,12 +37,12 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """Location of one of our parameters in their tensors."""
+    """Location of a dtron parameter in the tensors of transformers."""
 
     shape: tuple[int, ...]
     name: WeightName
     theirs: str
-    """Tensor name, with `{expert}` not yet replaced."""
+    """Name of the tensor; for a stacked parameter with `{expert}` in place of the index."""
     dtype: torch.dtype | None = None
     """Dtype of a saved buffer, which is never converted; None: a parameter."""
 
@@ -57,13 +58,15 @@ class WeightLocation:
         return [self.theirs.format(expert=i) for i in range(self.shape[0])]
 
     def tensor_shape(self) -> tuple[int, ...]:
-        """Return the shape of the part that one of their tensors holds."""
+        """Return the shape of the part of the parameter that one tensor holds."""
         return self.shape[1:] if self.stacked else self.shape
 
 
 def weight_locations(hf: HuggingFace, model: nn.Module) -> dict[str, WeightLocation]:
-    """Locate all parameters and saved buffers of a model in Hugging Face's format, by FQN; tied
-    weights appear once."""
+    """Return {FQN: location} for all parameters and saved buffers of a model.
+
+    Tied weights appear once.
+    """
     buffers = {id(b) for _, b in model.named_buffers()}
     owned = {id(p) for _, p in model.named_parameters()} | buffers
     found: dict[str, WeightLocation] = {}
@@ -111,7 +114,7 @@ def hf_shapes(
 
 @dataclass(frozen=True)
 class HFFamily:
-    """The part of a row of MODELS that this format needs."""
+    """The fields of a ModelSpec that `HFFolder` needs."""
 
     name: str
     hf: HuggingFace
@@ -127,16 +130,16 @@ class HFFolder:
     """Reader of a folder in Hugging Face's format.
 
     Attributes:
-        family: name of its row in MODELS.
+        family: name of the model family in MODELS.
         config: converted from config.json.
-        ours: location of each of our parameters, by FQN.
+        ours: {FQN: location} of the model's parameters and saved buffers.
     Args:
         path: the folder.
-        families: rows of MODELS that this format supports, by `model_type`.
+        families: {model_type: family} of the model families that transformers has too.
         zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`.
     Raises:
-        CheckpointError: not such a folder, not a model of dtron, or a tensor is missing,
-            unexpected, of the wrong shape or dtype; names it.
+        CheckpointError: the folder has no weight files, dtron has no such model, or a tensor is
+            missing, unexpected, or has the wrong shape or dtype; the message names the tensor.
     """
 
     def __init__(
@@ -160,17 +163,20 @@ class HFFolder:
         self._check()
 
     def dtype(self, fqn: str, wanted: torch.dtype | None = None) -> torch.dtype:
-        """Return `wanted`, or the stored dtype of one of our parameters; saved buffers have their
-        own."""
+        """Return the dtype of a parameter after loading: `wanted`, or by default the stored dtype.
+
+        A saved buffer keeps its dtype.
+        """
         each = self.ours[fqn]
         return each.dtype or wanted or self._tensors[each.tensor_names()[0]].dtype
 
     def read(self, fqn: str, region: Region | None = None) -> Tensor:
-        """Read a region of one of our parameters to the host, in its stored dtype; float32 for
-        norm weights with `zero_centered`.
+        """Read a region of a parameter to the host, in its stored dtype.
+
+        With `zero_centered`, norm weights are float32.
 
         Args:
-            region: of our parameter, one slice per dim; None: all of it.
+            region: one slice per dim of the dtron parameter; None: the whole parameter.
         """
         each = self.ours[fqn]
         region = full_region(each.shape) if region is None else region
@@ -200,7 +206,7 @@ class HFFolder:
         return part.contiguous()
 
     def _slice(self, theirs: str, region: Region) -> Tensor:
-        """Read a region of one of their tensors."""
+        """Read a region of a tensor in the files."""
         stored = self._tensors[theirs]
         with reading(stored.path):
             return stored[region]
@@ -219,13 +225,15 @@ class HFFolder:
         return found
 
     def _without_absent(self, config: DecoderConfig) -> DecoderConfig:
-        """Return the config without MTP layers if the files lack them: transformers has them in
-        config.json but neither reads nor writes their weights."""
+        """Return the config, without MTP layers if the files have no weights of MTP layers.
+
+        transformers keeps MTP layers in config.json, but neither reads nor writes their weights.
+        """
         layers = tuple(f"model.layers.{config.n_layers + i}." for i in range(config.mtp))
         if not layers or any(key.startswith(layers) for key in self._tensors):
             return config
         log.info(
-            "%s: %s has %d MTP layers, which the files lack; they are left out",
+            "%s: %s has %d MTP layers, but the files have no such weights; loading without MTP",
             self.path,
             CONFIG,
             config.mtp,
@@ -233,8 +241,10 @@ class HFFolder:
         return config.model_copy(update={"mtp": 0})
 
     def _refuse_missing_layers(self) -> None:
-        """Raise CheckpointError if the files have far fewer tensors than config.json implies. It
-        runs before the model is built, which would take long; `_check` finds the rest."""
+        """Raise CheckpointError if the files have far fewer tensors than config.json implies.
+
+        This runs before the model is built, which would take long; `_check` is exact.
+        """
         least = self.config.n_layers + self.config.mtp
         if any("{expert}" in name.theirs for name in self._hf.names):
             least += self.config.n_expert_layers * self.config.n_experts
@@ -245,7 +255,7 @@ class HFFolder:
             )
 
     def _check(self) -> None:
-        """Check names, shapes and dtypes of all tensors. Raises CheckpointError."""
+        """Raise CheckpointError if a tensor's name, shape or dtype does not fit the model."""
         wanted = hf_shapes(self.config, self.ours)
         left = [
             key
@@ -275,13 +285,18 @@ class HFFolder:
                 )
 
     def _repeats(self, key: str) -> bool:
-        """Whether a tensor duplicates another one: the head of a model with tied weights, or a
-        copy that the architecture stores. Raises CheckpointError if the values differ."""
+        """Whether a tensor duplicates a tensor of the model.
+
+        That is the head of a model with tied weights, or a copy that the architecture stores.
+
+        Raises:
+            CheckpointError: the values of the two tensors differ.
+        """
         copies = dict(self._hf.copies(self.config))
-        reason = ""
+        reason = ", of which it must be a copy"
         if self.config.tied:
             copies = dict.fromkeys([_HEAD, *copies], "embed.weight")
-            reason = f", to which tie_word_embeddings ties it in {CONFIG}"
+            reason = f", but {CONFIG} ties them; to load both, set tie_word_embeddings to false"
         if key not in copies:
             return False
         theirs = self.ours[copies[key]].theirs
@@ -297,7 +312,7 @@ class HFFolder:
 
 _HEAD = "lm_head.weight"
 _WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 4096  # compared at a time
+_ROWS = 4096  # rows compared at a time
 
 
 def _swapped(region: Region) -> Region:
@@ -305,7 +320,7 @@ def _swapped(region: Region) -> Region:
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files of a folder and the tensors its index lists for each; None: all."""
+    """Return the weight files of a folder and the tensors to read from each; None: all tensors."""
     if (path / SINGLE).is_file():
         return {path / SINGLE: None}
     if not (path / INDEX).is_file():

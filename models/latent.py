@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one latent vector per token.
+"""Multi-head latent attention: compute keys and values from one latent vector per token.
 
     c = kv_a_norm(wkv_a(x)[:R])             latent, of width R = kv_lora_rank
     k_i, v_i = wkv_b(c)                     of head i: N = nope_head_dim and V = v_head_dim wide
@@ -21,19 +21,19 @@ from dtron.models.config import DecoderConfig
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope
 
-LATENT_EPS = 1e-6  # of the latent norms in the released models, independent of norm_eps
+LATENT_EPS = 1e-6  # epsilon of the latent norms in released models, independent of norm_eps
 
 
 class SharedKey(nn.Module):
-    """Rotates the key that all heads share; a module, so that tp placements can name it."""
+    """Rotation of the key that all heads share; a module, so that tp placements can name it."""
 
     def forward(self, key: Tensor, rope: Tensor) -> Tensor:
-        """(B, T, P) -> (B, T, 1, P)."""
+        """Rotate the key, of width P, and add a dim for heads: (B, T, P) -> (B, T, 1, P)."""
         return apply_rope(key.unsqueeze(2), rope)
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention, (B, T, D) -> (B, T, D)."""
+    """Multi-head latent attention, (B, T, D) -> (B, T, D), D the width of the model."""
 
     def _build_projections(self, config: DecoderConfig) -> None:
         self.nope, self.rotated = config.nope_head_dim, config.rope_head_dim

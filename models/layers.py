@@ -16,7 +16,7 @@ from dtron.models.config import DecoderConfig
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm: x / rms(x) * gamma over the last dim, computed in float32 at least, in x's dtype.
+    """RMSNorm: x / rms(x) * gamma over the last dim, in x's dtype; computed in float32 at least.
 
     Args:
         dim: size of the last dim.
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm: (x - mean) / std * gamma + bias over the last dim; arguments as RMSNorm's."""
+    """LayerNorm: (x - mean) / std * gamma + bias over the last dim; arguments as in RMSNorm."""
 
     def __init__(self, dim: int, eps: float, zero_centered: bool):
         super().__init__()
@@ -60,7 +60,7 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layern
 
 
 def norm(config: DecoderConfig, dim: int, eps: float | None = None) -> nn.Module:
-    """Build the config's norm over a last dim of size `dim`; eps None: the config's."""
+    """Build a norm of type config.norm over a last dim of size `dim`; eps None: config.norm_eps."""
     eps = config.norm_eps if eps is None else eps
     return NORMS[config.norm](dim, eps, config.norm_zero_centered)
 
@@ -75,7 +75,7 @@ class Activation:
     """u; None: the identity."""
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """f(gate) * u(up) of tensors of one shape."""
+        """Return f(gate) * u(up); both tensors have the same shape."""
         return self.function(gate) * (up if self.linear is None else self.linear(up))
 
 
@@ -89,7 +89,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _clamped_silu(x: Tensor) -> Tensor:
-    # x sigmoid(1.702 x) approximates GELU; both constants are gpt-oss's.
+    # x sigmoid(1.702 x) approximates GELU; both constants are from gpt-oss.
     x = x.clamp(max=7.0)
     return x * torch.sigmoid(1.702 * x)
 
@@ -111,7 +111,7 @@ class FeedForward(nn.Module):
     """Feed-forward layer: (B, T, D) -> (B, T, F) -> (B, T, D).
 
     Args:
-        width: F; None: ffn_dim.
+        width: F; None: config.ffn_dim.
     """
 
     def __init__(self, config: DecoderConfig, width: int | None = None):

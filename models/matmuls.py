@@ -1,10 +1,10 @@
-"""The matmuls of a layer's forward, as data: what times, counts and sizes them reads one list.
+"""List of the matmuls of a layer's forward, with their sizes and tensor-parallel splits.
 
-A row is x (tokens, k) times a weight (k, n). Tensor parallelism splits the weight:
+Each matmul is x (tokens, k) times a weight (k, n). Tensor parallelism splits the weight:
 
     columns   n over tp; x is gathered, the result is split
-    rows      k over tp; x is split, the result is a partial sum over all tokens
-    none      the weight is replicated, a rank multiplies its own tokens (sequence parallelism)
+    rows      k over tp; x is split, the result is a partial sum for all tokens
+    none      the weight is replicated; a rank multiplies its own tokens (sequence parallelism)
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from dtron.models.layers import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matmul of an unsharded layer; of `experts` over the tokens that an expert is sent."""
+    """One matmul of an unsharded layer. For `experts`, k and n are the sizes of one expert."""
 
     module: str
     k: int
@@ -24,16 +24,16 @@ class Matmul:
     split: Literal["columns", "rows", "none"]
 
     def sharded(self, ranks: int) -> tuple[int, int]:
-        """(k, n) of one of `ranks` tensor-parallel ranks."""
+        """Return (k, n) on one of `ranks` tensor-parallel ranks."""
         k = self.k // ranks if self.split == "rows" else self.k
         return k, self.n // ranks if self.split == "columns" else self.n
 
 
 def layer_matmuls(model: DecoderConfig, kind: str) -> list[Matmul]:
-    """Matmuls of a layer's forward.
+    """Return the matmuls of a layer's forward.
 
     Args:
-        kind: dense, mixture, or prediction: a mixture that merges the tokens ahead.
+        kind: "dense", "mixture" (with experts) or "prediction" (an MTP block).
     """
     d = model.dim
     found = [Matmul("merge", 2 * d, d, "none")] if kind == "prediction" else []

@@ -1,8 +1,8 @@
 """Mixtral: Llama's block with 8 experts, 2 per token.
 
-Weights are the softmax over all experts, renormalised over the two. An auxiliary loss per
-micro-batch balances loads, with weight 0.02 in the released configuration of 8x7b and 0.001 in that
-of 8x22b. The vocabulary of 8x22b is that of its first release.
+Expert weights are the softmax over all experts, renormalised over the 2 selected ones. An auxiliary
+loss per micro-batch balances loads; its coefficient is that of the released configurations, 0.02
+for 8x7b and 0.001 for 8x22b. The vocabulary of 8x22b is that of its first release.
 
 Sources: Mixtral of Experts, arXiv:2401.04088, and the released configurations.
 """

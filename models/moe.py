@@ -39,14 +39,15 @@ from dtron.models.router import Router
 
 
 class Experts(nn.Module):
-    """E feed-forward layers as stacked matrices gate and up (E, F, D), down (E, D, F); with `bias`
-    also gate_bias and up_bias (E, F), down_bias (E, D).
+    """E feed-forward layers as stacked matrices: gate and up (E, F, D), down (E, D, F).
+
+    With `bias`, also gate_bias and up_bias (E, F), and down_bias (E, D).
 
     Attributes:
-        activate: (gate, up) -> h, or up -> h without gate, elementwise. Compiled from outside if
-            the experts are not in a compiled graph.
-        part: (index, number) of this rank's shard if etp shards the width: F of every matrix, D of
-            down_bias. The output is then a partial sum.
+        activate: (gate, up) -> h, or up -> h without gate, elementwise. It is compiled separately
+            if the experts are not in a compiled graph.
+        part: (index of this rank's etp shard, number of shards). etp shards F of every matrix and D
+            of down_bias; with several shards the output is a partial sum.
         multiply: `grouped_matmul`, or its float8 replacement.
     """
 
@@ -68,13 +69,17 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", bias)
 
     def own(self, name: str) -> Tensor | None:
-        """Return this rank's part of a parameter as a plain tensor. Expert parallelism replaces
-        this method."""
+        """Return this rank's shard of a parameter as a plain tensor.
+
+        Expert parallelism replaces this method.
+        """
         return getattr(self, name)
 
     def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
-        """Start dispatching rows to their experts; arguments as for `forward`. The result is an
-        opaque handle for one call of `finish`."""
+        """Start to dispatch rows to their experts; arguments: those of `forward`.
+
+        Returns an opaque handle for one call of `finish`.
+        """
         return rows, offsets, tail
 
     def finish(self, pending: Any) -> Tensor:
@@ -82,8 +87,10 @@ class Experts(nn.Module):
         return self(*pending)
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix `name`, (N, K) -> (N, M). Replaced from outside
-        if weight gradients are deferred."""
+        """Multiply each expert's R rows by the expert's matrix `name`, (M, K): (R, K) -> (R, M).
+
+        Passes that defer weight gradients replace this method.
+        """
         weight = self.own(name)
         assert weight is not None, f"experts have no {name}"
         return self.multiply(x, weight, offsets)
@@ -94,7 +101,7 @@ class Experts(nn.Module):
         Args:
             x: (R, D), sorted by expert.
             offsets: int32 (E,), end of each expert's rows.
-            tail: make outputs and gradients zero for rows after the last expert's. If False, such
+            tail: make outputs and gradients zero for rows after the last offset. If False, these
                 rows have undefined outputs and gradients, which must not be read.
         Returns:
             (R, D).
@@ -129,9 +136,9 @@ def sort_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tens
     """Sort slots (slot i k + j is token i's j-th expert) by expert, then by token.
 
     Args:
-        chosen: int64 (N, k), n_experts: no expert; these come last.
+        chosen: int64 (N, k); n_experts: no expert. Slots without an expert come last.
     Returns:
-        Slot of each row, int64 (N k,); the inverse, row of each slot; offsets int32 (E,).
+        Slot of each row, int64 (N k,); row of each slot, int64 (N k,); offsets int32 (E,).
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -145,23 +152,24 @@ def capacity(n_slots: int, n_experts: int, factor: float) -> int:
 
 
 def capacity_without_padding(chosen: Tensor, n_experts: int, factor: float) -> Tensor:
-    """Return the capacity without counting padding (n_experts in `chosen`), int64 () on device."""
+    """Return the capacity without padding (n_experts in `chosen`): int64 scalar on the device."""
     n_slots = (chosen < n_experts).sum()
     return (n_slots.double() * factor / n_experts).ceil().long()
 
 
 def within_capacity(chosen: Tensor, n_experts: int, most: int | Tensor) -> Tensor:
-    """Drop an expert's last tokens over its capacity, so that a token never loses its expert to a
-    later token of its sequence.
+    """Drop tokens of experts over capacity, from the last token on.
+
+    So no token loses its expert because of a later token of its sequence.
 
     Args:
-        chosen: int64 (..., k), sequence after sequence; n_experts: no expert.
-        most: from `capacity`.
+        chosen: int64 (..., k), one sequence after the other; n_experts means no expert.
+        most: the capacity, from `capacity` or `capacity_without_padding`.
     Returns:
-        `chosen` with n_experts for dropped slots.
+        `chosen` with n_experts in dropped slots.
     """
     order, _, offsets = sort_by_expert(chosen, n_experts)
-    starts = F.pad(offsets, (1, 0))  # the last: of slots without expert
+    starts = F.pad(offsets, (1, 0))  # the last: start of slots without an expert
     expert = chosen.flatten()[order]
     place = torch.arange(len(order), device=chosen.device) - starts[expert]
     kept = torch.where(place < most, expert, n_experts)
@@ -171,8 +179,10 @@ def within_capacity(chosen: Tensor, n_experts: int, most: int | Tensor) -> Tenso
 def pad_to_capacity(
     chosen: Tensor, places: tuple[Tensor, Tensor, Tensor], n_experts: int, most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the results `places` of `sort_by_expert` to `most` rows per expert. Padding rows have
-    slot -1, dropped slots have row -1."""
+    """Pad the results `places` of `sort_by_expert` to `most` rows per expert.
+
+    In the result, padding rows have slot -1 and dropped slots have row -1.
+    """
     slots, rows, offsets = places
     starts = F.pad(offsets, (1, 0)).long()
     source = starts[:-1, None] + torch.arange(most, device=slots.device)  # (E, most)
@@ -190,16 +200,16 @@ class DispatchState(NamedTuple):
     x: Tensor
     """(B, T, D), the layer's input."""
     weights: Tensor
-    """(N, k), of the experts."""
+    """(N, k), weights of the experts."""
     slots: Tensor
     """int64 (R,), slot of each row."""
     rows: Tensor
     """int64 (N k,), row of each slot."""
     counts: Tensor
     losses: Tensor
-    """Both for `Router.record`."""
+    """Like `counts`, an argument of `Router.record`."""
     tail: bool
-    """Whether there may be rows after those of the last expert: dropped slots and padding."""
+    """Whether there may be rows after the last expert's rows: dropped slots and padding."""
 
 
 class MoE(nn.Module):
@@ -222,7 +232,7 @@ class MoE(nn.Module):
         order: Tensor | None = None,
         real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer; arguments as for `dispatch`.
+        """Apply the layer; arguments: those of `dispatch`.
 
         Returns:
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
@@ -246,8 +256,8 @@ class MoE(nn.Module):
             x: (B, T, D), normalised.
             keys: int64 (B, T) from `token_keys`; required in training with jitter.
             loads: from `Router.loads`.
-            order: int64 (B, T of all ranks), index in its sequence of each token of the ranks that
-                share the micro-batch, rank after rank; None: in order. Used for capacity.
+            order: int64 (B, T of all ranks that share the micro-batch), index of each token in its
+                sequence, rank after rank; None: tokens are in order. Used for capacity.
             real: bool (B, T), False for padding, which gets no experts and is not counted; None:
                 no padding.
         Returns:
@@ -266,7 +276,7 @@ class MoE(nn.Module):
         return rows, offsets, DispatchState(x, weights, slots, by_slot, counts, losses, tail)
 
     def shared_output(self, x: Tensor) -> Tensor | None:
-        """Apply the shared experts, (B, T, D) -> (B, T, D); None if there are none."""
+        """Apply the shared experts, (B, T, D) -> (B, T, D); None without shared experts."""
         if self.shared is None:
             return None
         shared = self.shared(x)
@@ -275,8 +285,10 @@ class MoE(nn.Module):
     def combine(
         self, rows: Tensor, shared_output: Tensor | None, state: DispatchState
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the experts' outputs (R, D) by weight and add the shared experts' output; returns as
-        `forward`."""
+        """Sum the experts' outputs (R, D) by weight and add the shared experts' output.
+
+        Returns the same as `forward`.
+        """
         x = state.x
         out = summed(rows, state.weights, state.slots, state.rows).view_as(x).to(x.dtype)
         return out if shared_output is None else out + shared_output, state.counts, state.losses
@@ -284,8 +296,12 @@ class MoE(nn.Module):
     def _drop_over_capacity(
         self, chosen: Tensor, order: Tensor | None, padded: bool
     ) -> tuple[Tensor, int]:
-        """Return `chosen` (B, T, k) without slots over capacity, and the capacity with padding
-        counted."""
+        """Drop slots over capacity.
+
+        Returns:
+            `chosen` (B, T, k) with n_experts in dropped slots; the capacity of an expert if padding
+            counts as tokens (0: no capacity).
+        """
         if not self.capacity_factor:
             return chosen, 0
         pool, n_experts = self.router.pool, self.router.n_experts

@@ -65,7 +65,7 @@ _WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers
 
 
 def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the window: by layer_types, or in transformers 4 for layers from max_window_layers."""
+    """Read the window from layer_types, or from max_window_layers (transformers 4)."""
     if not given.get("use_sliding_window", False) or given.get("sliding_window") is None:
         return {"window": 0}
     n_layers = given["num_hidden_layers"]

@@ -86,7 +86,7 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_dense_width(config: DecoderConfig) -> dict[str, Any]:
-    """Write the width of dense layers, of which there are none, as the released configs do."""
+    """Write intermediate_size, which released configs have although no layer uses it."""
     return {"intermediate_size": config.expert_dim * config.experts_per_token}
 
 
@@ -94,7 +94,7 @@ _WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers
 
 
 def _read_window(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a window of all layers or none: transformers 5 does not read max_window_layers."""
+    """Read the window, which all layers must use: transformers 5 ignores max_window_layers."""
     if not given.get("use_sliding_window", False):
         return {"window": 0}
     if first := given.get("max_window_layers", 0):

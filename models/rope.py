@@ -22,15 +22,21 @@ from dtron.models.config import DecoderConfig
 
 
 def _llama3(config: DecoderConfig, frequencies: Tensor) -> Tensor:
-    """Ramp over the turns within the original context, from the low to the high factor."""
+    """Return a ramp over the turns of a frequency in the original context.
+
+    It is 0 at rope_low_freq_factor turns and 1 at rope_high_freq_factor turns.
+    """
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = frequencies * (config.rope_original_context / (2 * math.pi))
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
-    """Ramp over dimensions, from the one with beta_fast turns within the original context (rounded
-    down) to the one with beta_slow turns (rounded up; no rounding without rope_truncate)."""
+    """Return a ramp over the dimensions of a head.
+
+    It is 1 at the dimension with rope_beta_fast turns in the original context, and 0 at the
+    dimension with rope_beta_slow turns. rope_truncate rounds both dimensions outwards.
+    """
 
     def dimension(turns: float) -> float:
         wavelength = config.rope_original_context / (turns * 2 * math.pi)
@@ -40,18 +46,19 @@ def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
     if config.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rope_size - 1)
-    last = max(last, first + 0.001)  # a step function, if the two coincide
+    last = max(last, first + 0.001)  # no division by 0 if both are equal
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     return 1 - ((index - first) / (last - first)).clamp(0, 1)
 
 
 SCALINGS: dict[str, Callable[[DecoderConfig, Tensor], Tensor]] = {"llama3": _llama3, "yarn": _yarn}
-"""Rows of `rope_scaling`: frequencies float32 (K / 2,) -> unscaled fraction of each, from 1 for the
-fastest to 0 for the slowest; the rest is divided by rope_scaling_factor."""
+"""{rope_scaling: function}. The function gets frequencies, float32 (K / 2,), and returns the
+fraction of each that stays unscaled: from 1 for the fastest to 0 for the slowest. The rest is
+divided by rope_scaling_factor."""
 
 
 def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
-    """Return the angles per token, float32 (K / 2,), from fastest to slowest, with rope scaling."""
+    """Return the radians per position, float32 (K / 2,), fastest first, with rope scaling."""
     size = config.rope_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
@@ -67,7 +74,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_magnitude(config: DecoderConfig) -> float:
-    """Return the factor on cosines and sines that gives scores YaRN's temperature."""
+    """Return the factor by which YaRN multiplies cosines and sines; 1 without YaRN."""
     if config.rope_scaling != "yarn":
         return 1.0
     factor = config.rope_scaling_factor
@@ -93,6 +100,6 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """
     assert rope.dtype == torch.float32, "the rope table was cast to another dtype"
     cos, sin = rope.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)  # multiplied in the table's float32
+    first, second = x.chunk(2, dim=-1)  # the products below are float32
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.to(x.dtype)

@@ -14,11 +14,11 @@ over tokens of its score divided by the sum of all experts' scores. It is 1 for 
 contributes gradient only (`AddedLoss`); the model's outputs are unchanged.
 
 If several ranks share the tokens of a micro-batch, `Router.pool` combines them: loads are summed,
-sinkhorn gets all logits, capacity all selections. Everything else is a mean over tokens.
+sinkhorn gets all logits, capacity all selections. All other values are means over tokens.
 
-`forward` changes no state: it may run twice under recomputation. It returns counts and losses,
-which the decoder passes to `record` once per micro-batch, and takes the loads so far as an
-argument.
+`forward` changes no state, since it may run twice under recomputation. It takes the loads so far as
+an argument, and returns counts and losses, which the decoder passes to `record` once per
+micro-batch.
 
 Shapes: B sequences, T tokens, D width, E experts, k experts per token.
 Sources: balance loss GShard, arXiv:2006.16668, Switch, arXiv:2101.03961; global batch
@@ -56,9 +56,9 @@ class Scoring:
     weigh: Callable[[Tensor], Tensor]
     """Scores of the selected experts (..., k) -> weights (..., k)."""
     group_top: int = 0
-    """Number of best experts whose scores rank a group; 0: groups are not supported."""
+    """Groups are ranked by the sum of their `group_top` best scores; 0: groups not supported."""
     balancer: LogitBalancer | None = None
-    """Its result ranks experts in training; None: the scores do."""
+    """Function of the logits whose result ranks experts in training; None: the scores do."""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -112,22 +112,24 @@ ROUTERS: dict[str, Scoring] = {
 }
 """softmax: Mixtral and Qwen3 with renormalize, DeepSeek-V2 without. sigmoid: DeepSeek-V3.
 topk_softmax (gpt-oss): weights are the softmax over the selected logits only. sinkhorn: selects by
-balanced logits in training and by the logits in evaluation; weights are their sigmoid."""
+balanced logits in training and by the logits in evaluation; weights are the sigmoid of logits."""
 
 
 class AddedLoss(torch.autograd.Function):
-    """Identity of x that adds loss / divisor to the differentiated loss: `loss` gets the gradient
-    1 / divisor in backward."""
+    """Return x unchanged, and add loss / divisor to the training loss.
+
+    Only the backward does that: `loss` gets the gradient 1 / divisor.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, divisor: Tensor) -> Tensor:
-        """Return x, of any shape; loss and divisor ()."""
+        """Return x, of any shape, and save 1 / divisor; loss and divisor are scalar tensors."""
         ctx.save_for_backward(divisor.to(loss.dtype).reciprocal())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient of x unchanged, and that of the loss."""
+        """Return the gradient of x, unchanged, and the gradient of the loss."""
         (scale,) = ctx.saved_tensors
         return gradients[0], scale, None
 
@@ -146,7 +148,7 @@ class RouterOutput(NamedTuple):
 
 
 class RoutingGroup(Protocol):
-    """Communication between the ranks that share a micro-batch; nothing here has a gradient."""
+    """Communication between the ranks that share a micro-batch, without gradients."""
 
     def total(self, loads: Tensor) -> Tensor:
         """Sum loads, int64 of any shape, over the ranks."""
@@ -160,8 +162,16 @@ class RoutingGroup(Protocol):
     def in_order(
         self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
     ) -> Tensor:
-        """Apply `drop` to the selections of all ranks, in the order of the sequences, and return
-        this rank's part: int64 (B, T, k) -> (B, T, k); order as for `MoE.forward`."""
+        """Apply `drop` to the selections of all ranks; return this rank's part of the result.
+
+        The selections are gathered first, in the order of the sequences.
+
+        Args:
+            chosen: int64 (B, T, k), this rank's selections.
+            order: index of each token in its sequence, on all ranks; see `MoE.dispatch`.
+        Returns:
+            int64 (B, T, k).
+        """
         ...
 
     @property
@@ -170,8 +180,10 @@ class RoutingGroup(Protocol):
         ...
 
     def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
-        """Apply `balancer` to the logits of all ranks and return this rank's part: (B, T, E) ->
-        (B, T, E)."""
+        """Apply `balancer` to the gathered logits of all ranks; return this rank's part.
+
+        Shapes: (B, T, E) -> (B, T, E).
+        """
         ...
 
 
@@ -180,11 +192,14 @@ class Router(nn.Module):
 
     Attributes; all but `pool` are buffers, whose dtype `Module.to` does not change:
         expert_bias: float32 (E,), saved in checkpoints; None without bias_speed.
-        counts: int64 (E,), tokens per expert since `clear`.
-        losses: float32 (2,), sum over micro-batches since `clear` of `RouterOutput.losses`.
-        loss_divisor: float32 (), divisor of the losses' gradients: the number of micro-batches of
-            all ranks, which gives their mean. The training loop sets it.
-        pool: the ranks that share a micro-batch, set from outside; None: it is on one rank.
+        counts: int64 (E,), tokens per expert since the previous `clear`.
+        losses: float32 (2,), `RouterOutput.losses` summed over micro-batches since the previous
+            `clear`.
+        loss_divisor: float32 scalar, divisor of the gradients of the losses. The training loop sets
+            it to the number of micro-batches of all ranks, so that the training loss gets their
+            mean.
+        pool: the ranks that share a micro-batch, set from outside; None: each micro-batch is on
+            one rank.
     """
 
     expert_bias: Tensor | None
@@ -227,8 +242,8 @@ class Router(nn.Module):
             keys: int64 (B, T) from `token_keys`, with the layer folded in; required in training
                 with jitter.
             loads: from `loads`.
-            real: bool (B, T), False for padding, which gets no experts and is in no mean; None: no
-                padding.
+            real: bool (B, T), False for padding, which gets no experts and is excluded from means;
+                None: no padding.
         """
         logits = self._logits(x, keys)
         scores = self.scoring.scores(logits)
@@ -252,8 +267,10 @@ class Router(nn.Module):
         return RouterOutput(weights, chosen, counts.sum(0), losses.detach().float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Apply `fn` as nn.Module does, but keep the buffers' dtypes and values: in bfloat16 small
-        updates of the bias would be lost, and `to_empty` would lose its values."""
+        """Apply `fn` as nn.Module does, but keep the buffers' dtypes and values.
+
+        In bfloat16, small updates of the bias would be lost; `to_empty` would lose the values.
+        """
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
@@ -262,7 +279,9 @@ class Router(nn.Module):
 
     def loads(self) -> Tensor | None:
         """Return the loads of the step so far, int64 (E,), for balance = "global_batch"; else None.
-        It is a copy, so that recomputation gets the same values."""
+
+        The tensor is a copy, so that recomputation gets the same values.
+        """
         counted = self.training and self.balance == "global_batch"
         return self.counts.clone() if counted else None
 
@@ -280,11 +299,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor, taken: Tensor | bool = True) -> None:
-        """Raise the bias of experts below the mean load by bias_speed and lower it above.
+        """Change each expert's bias by bias_speed: up if the load is below the mean, down if above.
 
         Args:
             counts: int64 (E,), tokens per expert in the step, over all ranks.
-            taken: False if the step was skipped: the bias stays; may be a bool tensor.
+            taken: bool or scalar bool tensor; False: the step was skipped; keep the bias.
         """
         if self.expert_bias is not None:
             below = (counts.sum() - counts * self.n_experts).sign()  # exact, in integers
@@ -300,10 +319,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
-        """Select the top-k experts, within the best groups if there are groups: int64 (B, T, k)."""
+        """Select the top-k experts, in the best groups if experts have groups: int64 (B, T, k)."""
         ranked = self._ranked(logits, scores, real) if self.training else scores
         if self.expert_bias is not None:
-            ranked = ranked + self.expert_bias  # float32, at most the scores' precision
+            ranked = ranked + self.expert_bias  # float32; scores are float32 or wider
         if self.n_groups > 1:
             grouped = ranked.unflatten(-1, (self.n_groups, -1))
             best = grouped.topk(self.scoring.group_top, dim=-1).values.sum(-1)
@@ -340,8 +359,10 @@ class Router(nn.Module):
         loads: Tensor | None,
         real: Tensor | None,
     ) -> Tensor:
-        """Return [balance loss, z-loss], (2,), means over the real tokens of the micro-batch; the
-        balance loss is 0 if its coefficient is."""
+        """Return [balance loss, z-loss], (2,): means over the micro-batch without padding.
+
+        The balance loss is 0 if its coefficient is 0.
+        """
         over = (1,) if self.balance == "sequence" else (0, 1)
         squares = logits.logsumexp(-1).square()
         if self.balance == "sequence":
@@ -365,9 +386,17 @@ class Router(nn.Module):
         return torch.stack([balance, square])
 
     def _of_all(self, loads: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Sum loads int64 (S, E) over the ranks that share the micro-batch, and average their
-        numbers of real tokens, int64 (S,) or (), to (S, 1) in `dtype`. If every rank divides its
-        sum over tokens by this average, the mean over ranks is the mean over all tokens."""
+        """Sum loads and average numbers of tokens over the ranks that share the micro-batch.
+
+        If every rank divides its sum over tokens by the average number of tokens, the mean over
+        ranks equals the mean over all tokens.
+
+        Args:
+            loads: int64 (S, E); S = B or 1.
+            tokens: int64 (S,) or a scalar, this rank's numbers of tokens without padding.
+        Returns:
+            loads int64 (S, E), summed; numbers of tokens (S, 1) in `dtype`, averaged.
+        """
         both, ranks = torch.cat([loads, tokens.view(-1, 1)], dim=1), 1
         if self.pool is not None:
             both, ranks = self.pool.total(both), self.pool.counting
@@ -389,8 +418,8 @@ def update_expert_bias(
 
     Args:
         found: routers with the same number of experts.
-        reduce: sums int64 (L, E) in place over the ranks of the batch.
-        taken: as for `Router.update_bias`.
+        reduce: sums counts, int64 (L, E), in place over the ranks of the batch; L routers.
+        taken: whether the step changed the weights; if not, the biases are unchanged.
     Returns:
         int64 (L, E), tokens per router and expert in the step.
     """

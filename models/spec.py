@@ -1,4 +1,4 @@
-"""ModelSpec, a row of MODELS: how a model family is built, initialised, sharded and cut."""
+"""ModelSpec: how to build, initialise and shard a model family and split it into stages."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -30,17 +30,20 @@ from dtron.parallelisms.placement import (
 
 
 def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """Names of the modules that embed tokens."""
+    """Return the names of the token embedding and, if learned, the position embedding."""
     return ("embed", "position_embed") if config.positions == "learned" else ("embed",)
 
 
 def vocabulary_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """Names of the modules whose weight has one row per vocabulary token."""
+    """Return the names of the modules whose weight has one row per vocabulary token."""
     return ("embed", "head", "mtp_embed") if config.mtp else ("embed", "head")
 
 
 def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """Names of the modules of multi-token prediction, all on the head's pipeline stage."""
+    """Return the names of the modules of multi-token prediction (MTP).
+
+    All of them are on the head's pipeline stage.
+    """
     if not config.mtp:
         return ()
     layers = range(config.n_layers, config.n_layers + config.mtp)
@@ -50,10 +53,9 @@ def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
     """Return the FSDP units of a Decoder: modules whose parameters are gathered together.
 
-    Modules outside all units belong to the root's group. With tied weights these are the
-    embedding, the last norm and the head, because a shared parameter must be in one group; with
-    multi-token prediction they are the two embeddings. Norm and head form one unit because both
-    are needed only at the end.
+    Modules outside all units form the root unit. With tied weights, the root unit has embedding,
+    last norm and head, because one unit must have all modules that share a parameter. With MTP, it
+    has both embeddings. Norm and head form one unit because both are needed only at the end.
     """
     if config.tied:
         return ("blocks.*",)
@@ -64,13 +66,16 @@ def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
 
 
 def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]:
-    """Return the tp placements of a Decoder: attention heads, FFN width and vocabulary are sharded;
-    with sequence parallelism also the tokens between blocks. The head's output stays sharded: the
-    loss is vocabulary-parallel."""
+    """Return the tp placements of a Decoder.
+
+    Attention heads, FFN width and vocabulary are sharded; with sequence parallelism, tokens between
+    blocks too. The logits stay sharded over the vocabulary, because the loss is
+    vocabulary-parallel.
+    """
     between = Shard(1) if sequence_parallel else Replicate()
     tokenwise = sequence(split=()) if sequence_parallel else replicate()
     keyed = sequence(split=(1,)) if sequence_parallel else replicate()
-    routed = sequence(split=(1, 3)) if sequence_parallel else replicate()  # keys, real
+    routed = sequence(split=(1, 3)) if sequence_parallel else replicate()  # arguments keys, real
     looked_up = sequence(split=(0,)) if sequence_parallel else replicate()
     rows = {
         "embed": rowwise(output=between),
@@ -108,7 +113,10 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
 
 
 def _latent_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -> dict[str, Row]:
-    """Down-projections process the rank's own tokens; only their narrow outputs are gathered."""
+    """Return the tp placements of latent attention.
+
+    Each rank down-projects its own tokens; the narrow outputs are gathered.
+    """
     queries = {"blocks.*.attn.wq": colwise(inputs=between)}
     if config.q_lora_rank:
         queries = {
@@ -142,7 +150,10 @@ def _feed_forward_rows(config: DecoderConfig, between: Placement) -> dict[str, R
 def _expert_rows(
     config: DecoderConfig, between: Placement, tokenwise: Row, routed: Row
 ) -> dict[str, Row]:
-    """A rank routes its own tokens; shared experts are sharded as any feed-forward layer."""
+    """Return the tp placements of a mixture of experts.
+
+    Each rank routes its own tokens; shared experts are sharded like dense layers.
+    """
     rows = {"blocks.*.ffn.router": routed, "blocks.*.ffn.experts": experts()}
     if config.n_shared_experts:
         shared = "blocks.*.ffn.shared"
@@ -153,7 +164,10 @@ def _expert_rows(
 
 
 def _mtp_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
-    """Rows of an MTP module: all modules but its block process the rank's own tokens."""
+    """Return the tp placements of MTP blocks.
+
+    Norms and merge process the rank's own tokens; `mtp_embed` is sharded like `embed`.
+    """
     own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
     rows = {f"blocks.*.{name}": row for name, row in own.items()}
     return {"mtp_embed": rowwise(output=between), **rows}
@@ -161,16 +175,16 @@ def _mtp_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model family: its sizes, and how to build, initialise, shard and cut a model."""
+    """A model family: its sizes, and how to build, initialise and shard a model."""
 
     name: str
     sizes: Mapping[str, DecoderConfig]
     build: Callable[[DecoderConfig, Backend], nn.Module] = Decoder
     """Builds the module; `contract.py` has the requirements of modules other than Decoder."""
     reads: Set[str] | None = None
-    """Fields of DecoderConfig that a custom `build` uses, "documents" if its attention masks
-    documents, "attention" if it uses the backend; overriding any other field is an error. None:
-    `build` is Decoder, which uses all."""
+    """Fields of DecoderConfig that a custom `build` uses; add "documents" if its attention masks
+    documents, and "attention" if it uses the backend. Overriding any other field is an error. None:
+    `build` is Decoder, which uses all fields."""
     init_parameter: Callable[[DecoderConfig, str, Tensor, torch.Generator], None] = init_parameter
     units: Callable[[DecoderConfig], tuple[Unit, ...]] = decoder_units
     placements: Callable[[DecoderConfig, bool], dict[str, Row]] = decoder_placements
@@ -182,11 +196,12 @@ class ModelSpec:
     layer: str = "blocks.{}"
     """FQN of a layer, with {} for its index."""
     head: tuple[str, ...] = ("norm", "head")
-    """Modules of the last pipeline stage in addition to its layers; the last returns logits."""
+    """Modules of the last pipeline stage in addition to its layers; the last module returns the
+    logits."""
     mtp_modules: Callable[[DecoderConfig], tuple[str, ...]] = mtp_modules
     """Modules of multi-token prediction, on the last pipeline stage."""
     cores: str = "blocks.*.attn.core"
-    """Attention modules that context parallelism replaces."""
+    """Attention modules; context parallelism replaces their forward."""
     feed_forward: str = "blocks.*.ffn"
     """Modules with gate, up and down, which float8 fuses."""
     hf: HuggingFace | None = None

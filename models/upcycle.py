@@ -42,7 +42,7 @@ def upcycle(
     mixture: DecoderConfig,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Convert the weights of a dense model to those of a mixture of experts.
+    """Convert the weights of a dense model to the weights of a mixture of experts.
 
     Args:
         weights: unsharded tensors by FQN, such as a `state_dict`; not modified. Unconverted

@@ -1,10 +1,7 @@
-"""Parallelism applied to plain modules from outside. Each file teaches one technique."""
+"""Parallelism for plain nn.Modules, applied from outside the model; one technique per file."""
 
 if __name__ == "parallelisms":
-    raise ImportError(
-        "import dtron.parallelisms: the folder parallelisms/ is a package of dtron, "
-        "not a top-level one"
-    )
+    raise ImportError("parallelisms/ is not a top-level package; use import dtron.parallelisms")
 
 from dtron.parallelisms.apply import ParallelPlan
 from dtron.parallelisms.context.apply import Context

@@ -2,13 +2,14 @@
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
         tensor parallel -> expert parallel -> context parallel -> deferred weight gradients
-        -> loss in the head -> recompute and compile -> offload -> fsdp -> storage -> weights
+        -> loss in the head -> recompute and compile -> offload -> fsdp -> initial weights
     -> optimizer
 
 Patterns are resolved on the whole model, since a stage lacks the modules of other stages. Selective
 recomputation is inside the compiled block, so that the compiler sees it; full recomputation wraps
-the compiled block. Offload wraps both, and offloads the tensors that they save. FSDP wraps all of
-them, so that its hooks are not compiled. Passes act in place and keep every parameter's FQN.
+the compiled block. Offload wraps the recomputed and compiled block, and offloads the tensors that
+autograd saves in its forward. FSDP is outermost, so that its hooks are not compiled. Passes act in
+place and keep every FQN (fully qualified name).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,15 +24,13 @@ from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.compile import compile_activations, compile_blocks
 from dtron.parallelisms.context.apply import Context, apply_context
+from dtron.parallelisms.expert.dispatcher import Dispatcher
+from dtron.parallelisms.expert.dispatchers import breaks_graph, in_graphs, refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import (
-    Dispatcher,
     ExpertLayers,
     apply_experts,
-    breaks_graph,
-    in_graphs,
     make_dispatcher,
     on_separate_mesh,
-    refuse_half_compiled,
 )
 from dtron.parallelisms.expert.symmetric_exchange import IN_ORDER
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy, free_gathered, shard
@@ -77,56 +76,59 @@ class ParallelPlan:
     """Settings of `parallelize` and `pipeline`: how to parallelise a model over a mesh."""
 
     units: Unit | Sequence[Unit]
-    """FSDP units: patterns, one unit per module (`blocks.*`), or tuples of patterns, one unit for
-    all their modules. All other modules belong to the root's unit."""
+    """FSDP units. A pattern such as `blocks.*` makes one unit per module; a tuple of patterns makes
+    one unit of all modules that match. Modules without a match belong to the root unit."""
     blocks: str | None = None
-    """Pattern of the modules to recompute and compile; None: the pattern in `units` with a `*`."""
+    """Pattern of the blocks to recompute, compile and offload; None: the first pattern in `units`
+    that contains a *."""
     placements: Placements | None = None
-    """Tensor-parallel sharding: pattern, or tuple of patterns -> row of `parallelisms.placement`.
-    Every parameter must be covered. Required if tp > 1."""
+    """Tensor-parallel sharding: {pattern or tuple of patterns: placement rule such as colwise()}.
+    The rules must cover every parameter. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Of its keys, `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` are
-    used, the last four only if FSDP shards parameters. Degrees come from the mesh."""
+    """Only `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` are used,
+    the last three only if FSDP shards parameters. The mesh sets the degrees."""
     dtype: str = "bfloat16"
-    """Compute dtype; parameters keep their own dtype."""
+    """Compute dtype; parameters keep their dtype."""
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
     init: tuple[int, Initializer] | Callable[[nn.Module], None] | None = None
-    """How weights are set. (seed, initializer): initialize a model on the meta device. Function:
-    it materializes and initializes a stage. None: broadcast weights and buffers from rank 0."""
+    """Initial weights. (seed, initializer): draw the weights of a model on the meta device. A
+    function: it is called with each stage and must materialize and initialize the stage. None:
+    broadcast all tensors of rank 0."""
     convert: Callable[[nn.Module], None] | None = None
-    """A pass over the unsharded model, before all others (float8 conversion)."""
+    """Function that changes the unsharded model in place, such as float8 conversion."""
     context: Context | None = None
     """Settings of context-parallel attention, required if cp > 1. Each rank then calls the model
     with its shard of each sequence (`context.split.Split`)."""
     experts: ExpertLayers | None = None
-    """Which modules are stacked experts; required if ep or etp > 1, and for a row `experts()`."""
+    """Which modules are stacked experts. Required if ep or etp > 1, or if a rule is
+    `experts()`."""
 
 
 @dataclass(frozen=True)
 class Passes(ParallelPlan):
-    """A ParallelPlan with the settings that only the trainer and the plug-in set."""
+    """A ParallelPlan with internal settings, which the trainer and the plug-in set."""
 
     vocabulary: tuple[str, ...] = ()
-    """Modules whose weight has one row per vocabulary token. Zero rows are added if tp does not
-    divide their number."""
+    """FQNs of modules (embedding, head) whose weight has one row per token of the vocabulary. Zero
+    rows are appended if tp does not divide the number of rows."""
     layout: Layout | None = None
-    """The stages to cut the model into, if pp > 1."""
+    """The pipeline stages to cut the model into; None: no pipeline."""
     replicas: Replicas = "backward"
-    """When partial gradients of replicated parameters (norms under sequence parallelism) are summed
-    over tp: "backward", in each backward; "step", once per step by `complete_gradients`."""
+    """When to sum partial gradients of replicated parameters (norms under sequence parallelism)
+    over tp. "backward": in each backward; "step": once per step, in `complete_gradients`."""
     keep_rng: bool = False
-    """Whether recomputation restores the RNG state of the first forward."""
+    """Whether recomputation restores the RNG state that the first forward had."""
     loss: tuple[str, HeadLoss] | None = None
-    """FQN of the head, and a function with which the head returns the summed loss instead of logits
-    if the model is called with labels."""
+    """(FQN of the head, loss function): the head returns the summed loss instead of logits if the
+    model is called with labels."""
     smallest_offload: int = SMALLEST
-    """Activation offload leaves tensors of fewer bytes on the device."""
+    """Minimum bytes of an offloaded activation storage; smaller ones stay on the device."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A model after all passes, as modules of this rank."""
+    """Result of `apply_passes`: this rank's modules, and what the passes did."""
 
     parts: Mapping[int, nn.Module]
     """This rank's pipeline stages by stage number; {0: model} without a pipeline."""
@@ -134,14 +136,14 @@ class Applied:
     recomputed_blocks: int
     compiled: tuple[str, ...]
     padded_rows: Mapping[str, int]
-    """Number of rows without padding, by name of each parameter with a padded vocabulary."""
+    """{name of a parameter with a padded vocabulary: its number of rows without padding}"""
     partial: frozenset[str]
     """Names of parameters whose gradients `complete_gradients` sums over tp once per step."""
     names: Mapping[str, str]
-    """FQN of a parameter -> its name. They differ only for the second FQN of a tied weight, whose
-    name is the first one."""
+    """{FQN of a parameter: its name}. The name is the FQN; a tied weight with several FQNs has the
+    first FQN as its name."""
     shared: SharedWeights
-    """Tied weights, whose gradients are summed with those of another stage once per step."""
+    """Weights tied across two stages; their gradients are summed once per step."""
     deferred: Mapping[int, WeightGradients]
     """Queues of deferred weight gradients, by stage number."""
     loss_in_head: bool
@@ -152,14 +154,20 @@ class Applied:
     """Sends tokens to experts on other ranks; None if all experts are local."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of this rank's stages; a weight tied across them comes twice."""
+        """Yield (name, parameter) of this rank's stages.
+
+        A weight tied across two of these stages is yielded twice.
+        """
         for part in self.parts.values():
             for fqn, parameter in part.named_parameters():
                 yield self.names[fqn], parameter
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set evaluation mode inside; then restore the mode and free gathered parameters."""
+        """Context manager: put all stages in evaluation mode.
+
+        At exit, restore the mode of each module and free gathered parameters.
+        """
         modes = {m: m.training for part in self.parts.values() for m in part.modules()}
         for part in self.parts.values():
             part.eval()
@@ -172,7 +180,10 @@ class Applied:
                 free_gathered(part)
 
     def complete_gradients(self, mesh: Mesh) -> None:
-        """Sum the gradients that are summed once per step; call it after the last backward."""
+        """Sum partial gradients over tp, and gradients of tied weights over their stages.
+
+        Call it once per step, after the last backward.
+        """
         partial = [p for name, p in self.named_parameters() if name in self.partial]
         reduce_replicas(partial, mesh.group("tp"))
         self.shared.sum_gradients(mesh.group("pp"))
@@ -181,14 +192,14 @@ class Applied:
 def build_execution(
     applied: Applied, layout: Layout | None, mesh: Mesh, policy: Policy
 ) -> Execution:
-    """Return a Pipeline if the model has stages, else an Accumulation."""
+    """Return a Pipeline if there is a layout of stages, else an Accumulation."""
     if layout is not None:
         return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
     return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
 
 
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
-    """Apply all passes in order, in place; arguments and errors as of `plugin.parallelize`."""
+    """Apply all passes in order, in place; arguments and errors: those of `plugin.parallelize`."""
     _check_axes(mesh, passes)
     if passes.init is None:
         broadcast_from_first_rank(model, torch.device(mesh.device_type))
@@ -198,7 +209,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     tp_plan = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
     for n_heads in sorted(shared_heads(tp_plan, tp)):
-        mesh.heads(n_heads)  # a collective, also for ranks whose stages have no such heads
+        mesh.heads(n_heads)  # a collective: all ranks call it, also those without such heads
     if passes.parallel.async_tp:
         check_rows(dict(model.named_modules()), tp_plan.rows)
     units = select_units(model, passes.units)
@@ -241,7 +252,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
 
 @dataclass(frozen=True)
 class _StageResult:
-    """What the passes report of one stage."""
+    """Result of the passes on one stage."""
 
     units: int
     recomputed: int
@@ -251,16 +262,16 @@ class _StageResult:
 
 @dataclass(frozen=True)
 class _Selection:
-    """Modules that the passes act on, selected in the whole model before it is cut into stages."""
+    """Modules that the passes act on, selected in the model before that is cut into stages."""
 
     units: list[list[str]]
-    """FQNs of the modules of each unit."""
+    """FQNs of the modules of each FSDP unit."""
     blocks: list[str]
     """FQNs of the blocks to recompute, compile and offload, in order."""
     cores: list[str]
     """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
     experts: list[str]
-    """FQNs of the expert modules on a separate mesh; empty if they are sharded as all else."""
+    """FQNs of the expert modules on the expert mesh; empty if experts need no expert mesh."""
     dispatcher: Dispatcher | None
     tp_plan: Plan
     padded: Mapping[str, int]
@@ -275,7 +286,7 @@ def _apply_to_stage(
     passes: Passes,
     offload: Offload | None,
 ) -> _StageResult:
-    """Apply the passes to one stage, which has some of the selected modules."""
+    """Apply the passes to the selected modules that are in this stage."""
     modules = present(dict(part.named_modules()))
     dispatcher, tp_plan = selection.dispatcher, selection.tp_plan
     split = passes.layout.deferred(stage, part) if passes.layout else []
@@ -349,13 +360,13 @@ def _wrap_blocks(
     """
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
-    if passes.recompute.mode == "full":
+    if passes.recompute.mode == "full" and not passes.recompute.modules:
         # Full recomputation wraps the compiled forward: torch 2.13 cannot save the mesh of a
         # DTensor for a compiled block that contains the recomputation.
         compiled = compile_blocks(named, passes.compile, options, True, broken)
         return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
-    # Offload sees the tensors that a compiled graph saves; eager selective recomputation keeps its
-    # tensors in a cache instead, which offload has to watch.
+    # The hooks of offload see the tensors that a compiled graph saves. Eager selective
+    # recomputation keeps its tensors in a cache instead, which offload must be passed.
     watch = offload.watch if offload is not None and not passes.compile.enable else None
     recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng, watch)
     forward_only = offload is not None
@@ -365,32 +376,39 @@ def _wrap_blocks(
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
     if mesh.degrees["cp"] > 1 and passes.context is None:
         raise ConfigError(
-            f"cp = {mesh.degrees['cp']} needs `context`: which modules attend, such as "
-            'Context("blocks.*.attn.core")'
+            f"cp = {mesh.degrees['cp']} needs `context`, which names the attention modules; use "
+            'context=Context(PATTERN), such as Context("blocks.*.attn.core")'
         )
     for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
         if (degree := getattr(passes.parallel, axis)) not in (-1, 1, mesh.degrees[axis]):
-            raise ConfigError(f"parallel.{axis} = {degree} on a mesh of {mesh.degrees[axis]}")
+            raise ConfigError(
+                f"parallel.{axis} = {degree}, but the mesh has {axis} = {mesh.degrees[axis]}; "
+                f"leave parallel.{axis} out"
+            )
     for axis in ("ep", "etp"):
         if (degree := getattr(passes.parallel, axis)) not in (1, mesh.expert_degrees[axis]):
             raise ConfigError(
-                f"parallel.{axis} = {degree} on a mesh of {mesh.expert_degrees[axis]}"
+                f"parallel.{axis} = {degree}, but the mesh has {axis} = "
+                f"{mesh.expert_degrees[axis]}; leave parallel.{axis} out"
             )
-    if mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"] > 1 and passes.experts is None:
-        raise ConfigError(
-            f"ep x etp = {mesh.expert_degrees['ep'] * mesh.expert_degrees['etp']} needs `experts`: "
-            'which modules are split, such as ExpertLayers("blocks.*.experts")'
-        )
     ranks = mesh.expert_degrees["ep"] * mesh.expert_degrees["etp"]
+    if ranks > 1 and passes.experts is None:
+        raise ConfigError(
+            f"ep x etp = {ranks} needs `experts`, which names the stacked experts; use "
+            'experts=ExpertLayers(PATTERN), such as ExpertLayers("blocks.*.experts")'
+        )
     if passes.experts is not None:
         kind = passes.experts.dispatcher
         refuse_half_compiled(passes.recompute, passes.compile, ranks, kind)
     if mesh.size("tp") > 1 and passes.experts is None and experts() in _rows(passes):
-        raise ConfigError("a row experts() needs `experts`: which modules are stacked experts")
+        raise ConfigError(
+            "`placements` has a row experts(), but `experts` names no stacked experts; use "
+            'experts=ExpertLayers(PATTERN), such as ExpertLayers("blocks.*.experts")'
+        )
     if mesh.size("tp") > 1 and not passes.placements:
         raise ConfigError(
-            f"tp = {mesh.size('tp')} needs `placements`: rows such as "
-            '{"blocks.*.up": colwise(), "blocks.*.down": rowwise()}'
+            f"tp = {mesh.size('tp')} needs `placements`, a row for every parameter; use "
+            'placements={"blocks.*.up": colwise(), "blocks.*.down": rowwise(), ...}'
         )
 
 
@@ -399,52 +417,63 @@ def _rows(passes: Passes) -> list[Any]:
 
 
 def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Check that FSDP can shard padded parameters along dim 1, so that padding rows stay last."""
+    """Raise ConfigError if dp_shard x cp does not divide dim 1 of a padded parameter.
+
+    FSDP shards padded parameters along dim 1.
+    """
     ranks = mesh.size(*FSDP_AXES)
     for parameter in by_columns:
         if parameter.shape[1] % ranks:
             raise ConfigError(
-                f"a padded vocabulary is sharded by width, and {ranks} ranks do not divide "
-                f"{parameter.shape[1]}; use a parallel.dp_shard that does, or a "
-                "model.override.vocab_size that parallel.tp divides"
+                f"parallel.dp_shard x parallel.cp = {ranks} does not divide {parameter.shape[1]}, "
+                "the width along which FSDP shards a padded vocabulary; use a parallel.dp_shard "
+                "that does, or a model.override.vocab_size that parallel.tp divides"
             )
 
 
 def _block_names(model: nn.Module, passes: Passes) -> list[str]:
-    """FQNs of the blocks to recompute, compile or offload; empty if all three are off."""
+    """Return FQNs of the blocks to recompute, compile or offload; empty if all three are off."""
     recompute = passes.recompute
     if recompute.mode == "none" and not recompute.offload and not passes.compile.enable:
         return []
-    return list(select(model, _block_pattern(passes.units, passes.blocks)))
+    blocks = select(model, _block_pattern(passes.units, passes.blocks))
+    chosen = [block for i, block in enumerate(blocks.values()) if recompute.acts_on(i)]
+    inside = {name for block in chosen for name, _ in block.named_modules()}
+    if missing := [name for name in recompute.modules if name not in inside]:
+        raise ConfigError(
+            f"recompute.modules has {missing[0]!r}, but no recomputed block has this module; use "
+            "FQNs relative to the block"
+        )
+    return list(blocks)
 
 
 def _core_names(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
-    """FQNs of the context-parallel attention modules; empty with cp = 1."""
+    """Return FQNs of the context-parallel attention modules; empty with cp = 1."""
     if mesh.size("cp") == 1 or passes.context is None:
         return []
     cores = list(select(model, passes.context.cores))
     if len(passes.context.methods) not in (1, len(cores)):
         raise ConfigError(
-            f"{len(passes.context.methods)} methods of context parallelism for {len(cores)} "
-            "modules that attend; give one for each, or one for all"
+            f"Context.methods has {len(passes.context.methods)} methods for {len(cores)} attention "
+            "modules; give one method per module, or one for all"
         )
     for shape in passes.context.layouts(mesh.size("cp")).values():
-        mesh.context(shape.inner)  # a collective, also for ranks whose stages have no attention
+        mesh.context(shape.inner)  # a collective: all ranks call it, also without attention modules
     return cores
 
 
 def _expert_names(
     model: nn.Module, mesh: Mesh, passes: Passes, units: Sequence[Collection[str]]
 ) -> list[str]:
-    """FQNs of the expert modules on a separate mesh; empty if they are sharded as all else."""
+    """Return FQNs of the expert modules on the expert mesh; empty if experts need no such mesh."""
     if passes.experts is None or not on_separate_mesh(mesh):
         return []
-    _ = mesh.experts, mesh.expert_group()  # collectives, also for ranks without experts
+    _ = mesh.experts, mesh.expert_group()  # collectives: all ranks call them, also without experts
     found = list(select(model, passes.experts.experts))
     if own := [name for unit in units for name in unit if name in found]:
         raise ConfigError(
-            f"{own[0]} is a unit, but experts are gathered with what they are inside of; name "
-            "their block in `units`, or leave them out"
+            f"units has {own[0]}, but FSDP gathers experts with the block that contains them; name "
+            "the block in `units`, or leave the experts out"
         )
     return found
 
@@ -456,5 +485,6 @@ def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:
         if isinstance(unit, str) and "*" in unit:
             return unit
     raise ConfigError(
-        "recompute, offload and compile act on blocks: name their pattern, as in blocks.*"
+        "`blocks` is not given and `units` has no pattern with a *, but recompute, offload and "
+        'compile act on blocks; use blocks=PATTERN, such as blocks="blocks.*"'
     )

@@ -1,8 +1,8 @@
 """torch.compile per block: all blocks share one compiled graph, so that start-up stays short.
 
-Blocks compile with `fullgraph`, since a graph break would be silent and slow. The exception are
-blocks with experts on other ranks if the host reads the number of tokens to send
-(`Dispatcher.in_graphs` is false); the experts' elementwise operations are then compiled separately.
+Blocks compile with `fullgraph`, since a graph break would be silent and slow. Exception: in blocks
+with a dispatcher that reads numbers of tokens on the host (`Dispatcher.in_graphs` is false), the
+graph breaks at the dispatcher, and the experts' elementwise operations are compiled separately.
 FSDP's hooks wrap the compiled block.
 """
 
@@ -25,9 +25,9 @@ def compile_blocks(
     """Compile each block in place, for static shapes.
 
     Args:
-        inductor_options: options of the inductor backend; no other backend has them.
+        inductor_options: options of the inductor backend; other backends ignore them.
         broken: FQNs of blocks whose graph breaks at a dispatcher.
-        forward_only: compile the block's `forward`, which may then be wrapped, not its call.
+        forward_only: compile `block.forward`, which can then be wrapped, instead of `__call__`.
     Returns:
         FQNs of the compiled modules, for the log.
     """
@@ -46,7 +46,7 @@ def compile_blocks(
 def compile_activations(experts: Iterable[nn.Module], options: Compile) -> None:
     """Compile the elementwise `activate` of experts in place, for dynamic numbers of tokens.
 
-    It then is one kernel in the forward and one in the backward.
+    `activate` is then one kernel in the forward and one in the backward.
     """
     for module in experts if options.enable else ():
         if hasattr(module, "activate"):

@@ -1,13 +1,13 @@
 """Collectives as functions of tensors, for compiled graphs and for asynchronous use.
 
-Each function issues a collective and returns its result at once, a plain tensor that nothing may
-read before `wait_tensor`: a graph holds both, eager code computes between them. None has gradients,
-except `all_to_all_even`.
+Each function issues a collective and returns its result at once: a plain tensor that must not be
+read before `wait_tensor`. Computation between the two calls overlaps with the collective. Only
+`all_to_all_even`, which waits itself, is differentiable.
 
 Private names, tested with torch 2.11, 2.13 and 2.15:
 
     torch.ops._c10d_functional              the operators behind DTensor's collectives
-    torch.distributed._symmetric_memory     memory of one host's GPUs that all of them address
+    torch.distributed._symmetric_memory     memory that all GPUs of a host can address
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -56,8 +56,13 @@ def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Exchange rows with each rank: (sum of sent, ...) -> (sum of received, ...). The process group
-    keeps its input alive until the wait."""
+    """Exchange rows with each rank: (sum of sent, ...) -> (sum of received, ...).
+
+    The process group keeps the input alive until `wait_tensor`.
+
+    Args:
+        received, sent: number of rows from each rank, and to each rank.
+    """
     return _ops.all_to_all_single(x.contiguous(), received, sent, group)
 
 
@@ -92,9 +97,9 @@ def is_pending(x: Any) -> bool:
 
 
 class NamedGroup:
-    """A process group that operators find by its name, since they take only tensors and numbers.
+    """A process group that custom operators find by its name, since they cannot take objects.
 
-    It can be found as long as the object returned by `of` exists.
+    `find` works as long as the object that `of` returned exists.
     """
 
     _held: ClassVar[MutableMapping[str, "NamedGroup"]] = WeakValueDictionary()
@@ -104,7 +109,10 @@ class NamedGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
-        """Return the object of a group; a destroyed group may have had the same name."""
+        """Return the NamedGroup of a group; create it on first use.
+
+        A new group replaces a destroyed group of the same name.
+        """
         found = cls._held.get(group.group_name)
         if found is None or found.group is not group:
             found = cls._held[group.group_name] = cls(group)
@@ -112,5 +120,5 @@ class NamedGroup:
 
     @classmethod
     def find(cls, name: str) -> dist.ProcessGroup:
-        """Return the process group of a name."""
+        """Return the process group with this name."""
         return cls._held[name].group

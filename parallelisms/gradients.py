@@ -1,9 +1,9 @@
-"""Sum partial gradients over tp, compute the global norm, clip or skip; all on the device.
+"""Sum partial gradients over tp, compute the global norm, clip or zero gradients; on the device.
 
-`reduce_replicas` does the sums that FSDP does not: over tp, of replicated parameters whose modules
+FSDP does not sum gradients over tp. `reduce_replicas` does, for replicated parameters whose modules
 compute on a shard of the tokens or heads. Then every gradient is a shard of a complete sum. For the
-norm, each rank sums the squares of the shards that it owns (the first rank of an axis owns a
-replicated one), and one all-reduce over all ranks gives the same norm for every layout.
+norm, each rank sums the squares of the shards that it owns (if ranks have equal copies of a shard,
+the first of these ranks owns it); one all-reduce over all ranks adds these sums.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -36,7 +36,7 @@ def flatten(gradients: Sequence[Tensor]) -> Tensor:
 def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
     """Write a flattened tensor back to the gradients, after the collective."""
     sizes = [gradient.numel() for gradient in gradients]
-    if all(gradient.is_contiguous() for gradient in gradients):  # by one kernel
+    if all(gradient.is_contiguous() for gradient in gradients):  # with one kernel
         torch.split_with_sizes_copy(flat, sizes, out=[g.view(-1) for g in gradients])
         return
     for gradient, part in zip(gradients, flat.split(sizes), strict=True):
@@ -45,11 +45,11 @@ def unflatten_(gradients: Sequence[Tensor], flat: Tensor) -> None:
 
 @torch.no_grad()
 def reduce_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group, in place, all by one all-reduce per dtype.
+    """Sum gradients over a group, in place, with one all-reduce per dtype.
 
     Args:
-        parameters: the same on all ranks of the group, with partial gradients. A missing gradient
-            counts as zero.
+        parameters: the same parameters on all ranks of the group, with partial gradients. A missing
+            gradient counts as zero.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
@@ -68,14 +68,14 @@ def global_norm(
 ) -> Tensor:
     """Compute the global 2-norm of all gradients: a scalar on the device, equal on every rank.
 
-    float32, or float64 for float64 gradients. Not finite if any gradient is not.
+    It is float32, or float64 if a parameter is float64. It is NaN or infinite if a gradient is.
 
     Args:
-        copies: parameters to leave out, as another pipeline stage counts them (tied weights).
+        copies: tied weights to leave out, since another pipeline stage counts them.
     """
     left_out = {id(p) for p in copies}
     counted = [p for p in parameters if p.grad is not None and id(p) not in left_out]
-    wide = any(p.dtype == torch.float64 for p in parameters)  # equal on all ranks, owners or not
+    wide = any(p.dtype == torch.float64 for p in parameters)  # over all, so that ranks agree
     dtype = torch.float64 if wide else torch.float32
     gradients = local_gradients(p for p in counted if _owned(p, mesh))
     squares = torch.zeros((), dtype=dtype, device=mesh.device_type)
@@ -86,10 +86,10 @@ def global_norm(
 
 
 def _owned(parameter: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank counts its local shard of the gradient: one of the ranks with equal copies.
+    """Whether this rank counts its shard of the gradient; only the first of equal copies counts.
 
-    Ranks along an axis that the gradient's mesh lacks have copies; pp ranks have different
-    parameters.
+    Along an axis that is not in the gradient's mesh, ranks have equal copies. Exception: along pp,
+    ranks have different parameters.
     """
     gradient = parameter.grad
     names: tuple[str, ...] = ("pp",)
@@ -101,7 +101,7 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
         if any(c > 0 and p.is_replicate() for c, p in axes):
             return False
     covered = {axis for name in names for axis in axes_of(name)}
-    if "edp_shard" in covered:  # together with ep and etp, which divide the rest
+    if "edp_shard" in covered:  # edp_shard x ep x etp are the ranks of dp_shard x cp x tp
         covered |= {"dp_shard", "cp", "tp"}
     return all(mesh.rank(axis) == 0 for axis in DEGREES if axis not in covered)
 
@@ -109,7 +109,7 @@ def _owned(parameter: Tensor, mesh: Mesh) -> bool:
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     """Compute the factor for all gradients, min(1, max_norm / norm): a scalar on the device.
 
-    1 if max_norm is 0, NaN if the norm is not finite.
+    The factor is 1 if max_norm is 0, and NaN if the norm is not finite.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return torch.where(norm.isfinite(), scale, torch.nan)

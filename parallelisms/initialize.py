@@ -1,7 +1,7 @@
 """Initial weights that are the same in every layout.
 
-Each parameter is drawn whole from a generator seeded by (seed, FQN) and cut to the local shard, one
-parameter at a time; DTensor's own random numbers differ between layouts and are wrong on CPU.
+Each parameter is drawn unsharded from a generator seeded by (seed, FQN) and then sharded, one
+parameter at a time. DTensor's own random numbers differ between layouts and are wrong on CPUs.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dtron.errors import ConfigError
 
 Initializer = Callable[[str, Tensor, torch.Generator], None]
-"""Fills one unsharded plain tensor in place, given its FQN."""
+"""Function (FQN, unsharded plain tensor, generator) that fills the tensor in place."""
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -36,7 +36,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             tied.setdefault(id(parameter), []).append((module, name))
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
-    for name, buffer in model.named_buffers():  # computed when the model was built
+    for name, buffer in model.named_buffers():  # to_empty has lost their values
         buffer.copy_(buffers[name])
     for (first, name), *others in tied.values():
         for module, other_name in others:
@@ -54,8 +54,8 @@ def initialize(
     """Draw every parameter of `model`, plain or DTensor, from (seed, its name).
 
     Args:
-        names: names of parameters in the whole model, where they differ from their FQN here.
-        rows: number of first rows to draw, by name, of padded parameters; the rest is zero.
+        names: {FQN in `model`: name in the whole model} of parameters; by default the FQN.
+        rows: {name of a padded parameter: its number of rows without padding}; padding is zero.
     """
     for fqn, parameter in model.named_parameters():
         name = (names or {}).get(fqn, fqn)
@@ -63,24 +63,24 @@ def initialize(
         full = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         fill(name, full[: (rows or {}).get(name)], generator)
         if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank drew the same tensor and cuts its own part of it
+            # src_data_rank=None: all ranks drew the same tensor, and each keeps its shard
             full = distribute_tensor(
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
             ).to_local()
-            parameter = parameter.to_local()  # DTensor takes half a second to plan a copy
+            parameter = parameter.to_local()  # DTensor needs half a second to dispatch a copy_
         parameter.copy_(full)
 
 
 @torch.no_grad()
 def broadcast_from_first_rank(model: nn.Module, device: torch.device) -> None:
-    """Make every rank's plain parameters and buffers those of rank 0, one tensor at a time.
+    """Broadcast parameters and buffers of an unsharded model from rank 0, one tensor at a time.
 
     Raises:
-        ConfigError: a parameter is on the meta device and has no values.
+        ConfigError: a parameter is on the meta device, so it has no values.
     """
     for fqn, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ConfigError(f"{fqn} is on the meta device: give parallelize an `init`")
+            raise ConfigError(f"{fqn} is on the meta device; pass init=(seed, initializer)")
     for tensor in [*model.parameters(), *model.buffers()]:
         on_device = tensor.detach().to(device, copy=True)
         dist.broadcast(on_device, src=0)

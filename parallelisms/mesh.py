@@ -1,20 +1,20 @@
 """The device mesh: named axes over all ranks, without process-global state.
 
-Axes from outermost to innermost are pp, dp_replicate, dp_shard, cp, tp, so that neighbouring
-ranks, which have the fastest links, communicate most. An axis of degree 1 exists too.
+The axes are, from outermost to innermost: pp, dp_replicate, dp_shard, cp, tp. So neighbouring
+ranks, which have the fastest links, communicate most. Axes of degree 1 exist too.
 
     batch axes  dp_replicate, dp_shard       ranks that read different sequences
     fsdp axes   dp_shard, cp                 ranks over which FSDP shards parameters
     loss axes   dp_replicate, dp_shard, cp   ranks that have different tokens
-    micro axes  cp, tp                       ranks whose routers see the same micro-batch
-    token axes  the loss axes, tp            ranks whose routers see different tokens
+    micro axes  cp, tp                       ranks whose routers process the same micro-batch
+    token axes  the loss axes, tp            ranks whose routers process different tokens
     share axes  pp, the loss axes            ranks whose partial losses sum to the loss
 
 Experts use other axes over the same ranks, `Mesh.experts`: pp, dp_replicate, edp_shard, ep, etp.
 
-DTensors are on `Mesh.device_mesh`, whose dims are pp, dp_replicate, the fsdp axes as one dim, and
-tp: every mesh that shards parameters is a slice of it. All other axes and combinations of axes are
-process groups only.
+All parameters but experts are DTensors on slices of `Mesh.device_mesh`. Its dims are pp,
+dp_replicate, the fsdp axes flattened to one dim, and tp. All other axes and combinations of axes
+are process groups only.
 """
 
 import math
@@ -48,16 +48,16 @@ class Mesh:
 
     Args:
         dp_shard: degree of parameter sharding; -1: the world size divided by the other degrees.
-        ep: degree of expert parallelism, within dp_shard x cp x tp.
-        etp: degree of tensor parallelism of experts, likewise.
-        device_type: "cuda" or "cpu"; by default cuda where there is one.
+        ep: degree of expert parallelism.
+        etp: degree of tensor parallelism of experts; ep x etp divides dp_shard x cp x tp.
+        device_type: "cuda" or "cpu"; None: "cuda" if a GPU is available.
         options: process-group options by axis: a backend's name, its options object (such as
             ProcessGroupNCCL.Options), or both as a tuple.
         high_priority: axes whose NCCL collectives run on high-priority streams, before kernels
-            that are already queued.
+            that are already queued on other streams.
 
     Raises:
-        ConfigError: the degrees do not multiply to the world size, or there is no process group.
+        ConfigError: the degrees do not multiply to the world size, or no process group exists.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Mesh:
     def experts(self) -> DeviceMesh:
         """The expert mesh over the same ranks: (pp, dp_replicate, edp_shard, ep, etp).
 
-        The first use creates it, a collective over all ranks.
+        The first use creates the mesh and is a collective over all ranks.
         """
         if self._experts is None:
             degrees = self.expert_degrees
@@ -135,7 +135,10 @@ class Mesh:
         return self._expert_group
 
     def sharing_experts(self) -> DeviceMesh:
-        """The mesh over which FSDP shards experts: (edp_shard,), or (dp_replicate, edp_shard)."""
+        """The mesh over which FSDP shards experts.
+
+        Its dims are (edp_shard,) if dp_replicate = 1, else (dp_replicate, edp_shard).
+        """
         if self.degrees["dp_replicate"] == 1:
             return self.experts["edp_shard"]
         return self.experts["dp_replicate", "edp_shard"]
@@ -143,8 +146,9 @@ class Mesh:
     def context(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Split the cp axis into blocks of `inner` neighbouring ranks; return two process groups.
 
-        The ranks with this rank's index in all blocks, and the ranks of this block. The first call
-        creates the groups, a collective over all ranks.
+        The first group has one rank per block: the rank with this rank's index in its block. The
+        second group has the ranks of this rank's block. The first call for an `inner` creates the
+        groups and is a collective over all ranks.
         """
         if inner not in self._context:
             cp, tp = self.degrees["cp"], self.degrees["tp"]
@@ -158,9 +162,10 @@ class Mesh:
         return mesh["cp_outer"].get_group(), mesh["cp_inner"].get_group()
 
     def heads(self, n_heads: int) -> DeviceMesh:
-        """Split the tp axis into `n_heads` blocks of neighbouring ranks that share a head.
+        """Split the tp axis into `n_heads` blocks; the ranks of a block share one head.
 
-        Returns the 1-D mesh of this rank's block. The first call is a collective over all ranks.
+        Returns the 1-D mesh of this rank's block. The first call for an `n_heads` is a collective
+        over all ranks.
         """
         tp = self.degrees["tp"]
         if n_heads == 1:
@@ -175,7 +180,7 @@ class Mesh:
         return self._heads[n_heads]
 
     def replicated(self, *axes: Degree) -> DeviceMesh:
-        """The 2-D mesh (dp_replicate, these axes flattened); see `flat` for the axes."""
+        """The 2-D mesh (dp_replicate, these axes flattened); `flat` documents legal axes."""
         return self.device_mesh["dp_replicate", _JOIN.join(self._used_axes(axes))]
 
     def size(self, *axes: Degree) -> int:
@@ -183,7 +188,7 @@ class Mesh:
         return math.prod(self.degrees[axis] for axis in axes)
 
     def rank(self, *axes: Degree) -> int:
-        """This rank's index in the flattened axes, the first one outermost."""
+        """This rank's index in the flattened axes; the first axis is outermost."""
         rank = 0
         for axis in axes:
             rank = rank * self.degrees[axis] + self._coordinate[axis]
@@ -208,17 +213,17 @@ class Mesh:
         return [group for _, group in self._named_groups()]
 
     def group_names(self) -> dict[str, str]:
-        """{name of a process group: its axis, or axes joined by "+"}, of all created so far."""
+        """{name of a process group: its axis, or axes joined by "+"}, for all groups created."""
         world = dist.group.WORLD
         names: dict[str, str] = {str(world.group_name): "world"} if world else {}
         for label, group in self._named_groups():
             name = str(group.group_name)
-            # Axes over all ranks share the world's group: the first one names it.
+            # An axis over all ranks uses the world's group; the first such axis names it.
             names[name] = label if names.get(name, "world") == "world" else names[name]
         return names
 
     def _used_axes(self, axes: Sequence[Degree]) -> tuple[Degree, ...]:
-        """Return the axes of degree 2 or more; if there are none, the last axis."""
+        """Return the axes of degree 2 or more; if all degrees are 1, the last axis."""
         return tuple(axis for axis in axes if self.degrees[axis] > 1) or tuple(axes[-1:])
 
     def _named_groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
@@ -237,11 +242,11 @@ class Mesh:
 
 
 def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None) -> Any:
-    """Create process groups over the flattened axes, a collective; return this rank's group.
+    """Create process groups over the flattened axes; return this rank's group. A collective.
 
     Args:
         degrees: degrees of all axes, from outermost to innermost.
-        override: a backend's name, its options, or both.
+        override: a backend's name, its options object, or both as a tuple.
     """
     world = dist.group.WORLD
     assert world is not None, "a Mesh has a process group"
@@ -267,7 +272,7 @@ def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None
 
 def _high_priority() -> Any:
     if not dist.is_nccl_available():
-        raise ConfigError("high-priority streams need NCCL, which this torch does not have")
+        raise ConfigError("high_priority needs NCCL, which this torch does not have; leave it out")
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return options

@@ -1,29 +1,29 @@
-"""Activation offload: tensors that a block saves for its backward are kept in host memory.
+"""Activation offload: keep the tensors that a block saves for its backward in host memory.
 
     forward    block 0 | block 1    | block 2    | head
     to host            | saved by 0 | saved by 1 |
     backward                                     | head | block 2    | block 1    | block 0
     to device                                           | saved by 1 | saved by 0 |
 
-Copies run on two separate streams, overlapped with computation. A block's saved tensors are copied
-while the next block computes, freed when that one is done, and loaded back during the backward of
-the next block. So the device holds those of two blocks, whatever the depth. A block whose backward
-follows its forward directly is not offloaded. Each call of a block has separate storages and
-buffers, so that micro-batches in flight do not mix; the first block's backward prefetches for the
-last block of the stage's next micro-batch.
+Copies run on two streams, one per direction, and overlap computation. A block's saved tensors are
+copied to the host during the next block's forward, freed on the device at its end, and copied back
+during the next block's backward. So the device holds the saved tensors of at most two blocks. A
+block whose backward follows its forward directly is not offloaded. Each call of a block has
+separate storages and buffers, so that micro-batches in flight do not mix. The backward of a stage's
+first block prefetches the last block's tensors for the next micro-batch of the stage.
 
-`saved_tensors_hooks` around the block's forward see the tensors that autograd saves: with full
-recomputation the block's inputs, in a compiled block those that its graph saves. Eager selective
-recomputation keeps its tensors in a separate cache, which is passed to `Offload.watch`.
+`saved_tensors_hooks` around the block's forward get the tensors that autograd saves: with full
+recomputation the block's inputs, in a compiled block the tensors that its graph saves. Eager
+selective recomputation keeps its tensors in a separate cache, which is passed to `Offload.watch`.
 
-A storage is copied once per call, however many views of it are saved. Small storages are not
-offloaded, nor those that other objects keep alive: parameters (also gathered ones) and buffers of
-the block, and inputs that are leaves of the graph (rotary tables, masks). On a CPU, the same copies
-go to other CPU memory, synchronously.
+A storage is copied once per call, however many views of it are saved. Small storages stay on the
+device, and so do storages that other objects keep alive: parameters (also gathered ones) and
+buffers of the block, and inputs that are leaves of the graph (rotary tables, masks). On a CPU, the
+copies go to other CPU memory, synchronously.
 
-Memory is reused only when its copies are done. On the device, `_Copies` keeps it alive until the
-compute stream has waited for them; on the host, a buffer's next copy waits for its last one, and
-torch's allocator of pinned memory waits for copies from and to freed memory.
+Memory is reused only when its copies are done. On the device, `_Copies` references the memory until
+the compute stream has waited for the copies. On the host, a buffer's next copy waits for its
+previous one, and torch's pinned-memory allocator waits for copies from and to freed memory.
 
 Undocumented, tested with torch 2.11, 2.13 and 2.15: the cache of selective recomputation is
 `storage` of the context that torch.utils.checkpoint makes; its entries have `val` and `get_val`.
@@ -51,9 +51,10 @@ from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import leaves
 
 SMALLEST = 2**20
-"""Storages of fewer bytes are not offloaded: a copy costs more than the memory saved."""
+"""Minimum bytes of an offloaded storage: copies of smaller ones cost more time than they save."""
 CHUNK, ALIGNED = 2**32, 2**12
-"""Bytes of a chunk of pinned memory, unless a buffer is larger; alignment of buffers in bytes."""
+"""CHUNK: maximum bytes of a pinned chunk, unless one buffer needs more. ALIGNED: bytes to which
+buffers are aligned."""
 
 Event = torch.cuda.Event | None
 """Event after copies; None on a CPU, where copies are synchronous."""
@@ -61,20 +62,20 @@ Event = torch.cuda.Event | None
 
 @dataclass
 class Buffer:
-    """Host memory, pinned where there is a GPU."""
+    """Host memory, pinned if there is a GPU."""
 
     data: Tensor
     """uint8 (bytes,)"""
     last: Event = None
-    """End of the last issued copy from or to it."""
+    """Event at the end of the latest issued copy from or to the buffer."""
 
 
 class HostPool:
     """Pool of host buffers by size; freed buffers are reused, since pinning memory is slow.
 
-    Buffers are slices of chunks whose sizes are powers of two, since torch would round up each
-    buffer to one. To bound unused memory, a chunk is at most a quarter of all earlier chunks, or
-    CHUNK.
+    Buffers are slices of chunks. Chunk sizes are powers of two, to which torch would round up each
+    pinned allocation. To bound unused memory, a new chunk has at most a quarter of the bytes of all
+    earlier chunks and at most CHUNK bytes, unless one buffer needs more.
 
     Attributes:
         allocated: bytes of all buffers, used and free.
@@ -89,7 +90,7 @@ class HostPool:
         """The unused end of each chunk."""
 
     def take(self, size: int) -> Buffer:
-        """Take a buffer of `size` bytes; its last copy may still run.
+        """Return a buffer of `size` bytes; a previous copy from or to it may still be running.
 
         Raises:
             ConfigError: the host has too little memory.
@@ -105,7 +106,7 @@ class HostPool:
         self._free[buffer.data.numel()].append(buffer)
 
     def _cut(self, size: int) -> Tensor:
-        """Return uint8 (size,) from the first chunk with enough unused memory."""
+        """Cut a buffer, uint8 (size,), from the first chunk with enough unused memory."""
         end = -(-size // ALIGNED) * ALIGNED
         i = next((i for i, unused in enumerate(self._unused) if len(unused) >= end), None)
         if i is None:
@@ -132,7 +133,7 @@ def _power_of_two(least: int) -> int:
 def _check_host_memory(size: int, reserved: int) -> None:
     """Raise ConfigError if less than 5% of the host's memory would be left.
 
-    Without this check, the kernel would kill a process without an error.
+    Without this check, Linux would kill a process without an error message.
     """
     total, available = host_memory()
     if available - size < total / 20:
@@ -146,10 +147,7 @@ def _check_host_memory(size: int, reserved: int) -> None:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """Return (total, available) bytes of memory; (0, infinity) if Linux does not report it.
-
-    Of the host, or of a container with a lower limit.
-    """
+    """Return (total, available) bytes of the host, or of its container; (0, infinity): unknown."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
@@ -167,7 +165,7 @@ def host_memory(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def _file_cache(root: Path) -> int:
-    """Reclaimable bytes that a container's memory.current includes."""
+    """Return the bytes of file cache, which is reclaimable, in a container's memory.current."""
     try:
         lines = (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:
@@ -186,8 +184,8 @@ class _CopyStream:
     def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
         """Issue copies between buffers and device memory, uint8 (bytes,).
 
-        They run after all work issued so far on the current stream and after the last copies of the
-        buffers.
+        The copies run after all kernels issued so far on the current stream, and after the buffers'
+        previous copies.
         """
         if self.stream is None:
             for buffer, memory in pairs:
@@ -213,11 +211,11 @@ class _CopyStream:
 class _Copies:
     """Issued copies, and the device memory that they read or write.
 
-    Torch reuses unreferenced memory for the next tensor of the stream that allocated it, here the
-    compute stream, even if other streams still use it. So it is referenced here until that stream
-    waits for the copies, even if the graph is dropped or an error ends the step earlier. (With
-    record_stream, it would be freed only once the host sees that the copies are done, and the host
-    runs ahead of the device.)
+    torch gives freed memory to the next tensor of the stream that allocated it, here the compute
+    stream, even if other streams still use it. So this object references the memory until the
+    compute stream waits for the copies, even if the graph is dropped or an error ends the step.
+    (With record_stream, memory would be freed too late: only once the host, which runs ahead of the
+    device, sees that the copies are done.)
     """
 
     def __init__(self, stream: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
@@ -245,22 +243,22 @@ class _Storage:
         self.memory: Tensor | None = _as_bytes(tensor)
         """uint8 (bytes,) on the device; None if it is only on the host."""
         self.buffer: Buffer | None = None
-        """Its copy on the host."""
+        """The storage's copy on the host; None before the copy is issued."""
         self._tensor: Tensor | None = tensor.detach()  # shares the version counter
         self._saved_at = version(tensor)
 
     def check(self) -> None:
-        """Raise if the tensor was modified in place, as autograd does for saved tensors."""
+        """Raise RuntimeError if the tensor was modified in place after it was saved."""
         if self._tensor is not None and version(self._tensor) != self._saved_at:
             raise RuntimeError(
                 f"a tensor {tuple(self._tensor.shape)} that a block saved for its backward was "
-                "modified in place afterwards"
+                "modified in place afterwards; use an out-of-place operator"
             )
 
     def free(self) -> None:
         """Free the device memory."""
         self.check()
-        assert self.buffer is not None, "it is copied before it is freed"
+        assert self.buffer is not None, "storages are copied to the host before they are freed"
         self.memory = self._tensor = None
 
 
@@ -274,7 +272,7 @@ class _BlockCall:
     others: set[int]
     """Addresses of storages that are not offloaded, since other objects keep them alive."""
     units: Sequence[nn.Module]
-    """FSDP units inside the block, whose parameters are gathered only during their forward."""
+    """FSDP units inside the block; each gathers its parameters only during its own forward."""
     previous: "_BlockCall | None" = None
     """The call of the previous block in the same forward."""
     caches: list[Mapping[Any, Any]] = field(default_factory=list)
@@ -284,9 +282,9 @@ class _BlockCall:
     )
     """Storages that the graph still references, by their address in the forward."""
     copies: _Copies | None = None
-    """The last issued copies."""
+    """The latest issued copies."""
     is_used: bool = False
-    """Whether its backward has begun."""
+    """Whether the backward of this call has begun."""
 
     def wait(self) -> None:
         """Make the compute stream wait for the copies."""
@@ -319,9 +317,9 @@ class Offload:
         )
         self._current: _BlockCall | None = None
         self._last: _BlockCall | None = None
-        """The last call, unless its backward has begun."""
+        """The latest block call, unless its backward has begun."""
         self._ends: dict[int, deque[_BlockCall]] = defaultdict(deque)
-        """By stage: the last call of each forward whose backward has not begun, in order."""
+        """By stage: the last block call of every forward that has had no backward yet, in order."""
 
     def attach(self, stage: int, blocks: Iterable[nn.Module]) -> None:
         """Offload the saved tensors of blocks; replaces only their `forward`, in place.
@@ -333,10 +331,10 @@ class Offload:
             block.forward = functools.partial(self._call, block, block.forward, stage, number)
 
     def watch(self, caching: Any) -> None:
-        """Also offload the recomputation cache of the block that is being called; see `recompute`.
+        """Also offload the cache of the block that runs now; a callback of `recompute`.
 
         Args:
-            caching: the context of the first forward under selective recomputation.
+            caching: context of selective recomputation, which caches the saved results.
         """
         if self._current is not None:  # None if gradients are off
             self._current.caches.append(caching.storage)
@@ -375,7 +373,7 @@ class Offload:
         return out
 
     def _add(self, call: _BlockCall) -> None:
-        """Record a call as the last one of its forward."""
+        """Record a call as the last block call of its forward, so far."""
         ends, last = self._ends[call.stage], self._last
         if last is not None and last.stage == call.stage and last.number < call.number:
             call.previous = last
@@ -387,7 +385,7 @@ class Offload:
         self._last = call
 
     def _pack(self, tensor: Any) -> Any:
-        """Pack hook: return a function that returns the tensor, or the tensor if it stays."""
+        """Pack hook: return a function that loads the tensor, or the tensor if not offloaded."""
         if is_pending(tensor):
             return self._pack(tensor.trigger_wait())
         if _wraps(tensor):
@@ -409,7 +407,7 @@ class Offload:
         return functools.partial(self._view, storage, tensor.dtype, *layout)
 
     def _pack_entry(self, entry: Any) -> None:
-        """Offload an entry of a cache of selective recomputation, which reads each entry once."""
+        """Offload an entry of selective recomputation's cache; each entry is read only once."""
         packed = self._pack(entry.val)
         if packed is not entry.val:
             entry.val, entry.get_val = None, lambda _may_be_modified: self._unpack(packed)
@@ -461,12 +459,12 @@ class Offload:
         if not storage.call.is_used:
             self._use(storage.call)
         memory = storage.memory
-        assert memory is not None, "it has been loaded"
+        assert memory is not None, "_use has loaded the storage"
         empty = torch.empty(0, dtype=dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), *layout)  # type: ignore[call-overload]
 
     def _use(self, call: _BlockCall) -> None:
-        """Load a call's storages, and prefetch those of the next backward."""
+        """Load the storages of a call, and prefetch the storages that the next backward needs."""
         for storage in list(call.storages.values()):
             storage.check()
         self._load(call)
@@ -497,26 +495,26 @@ class Offload:
 
 
 def _entries(cache: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield the cached entries: lists by operator in torch 2.11, numbered in 2.13."""
+    """Yield the cached entries. Each operator has a list in torch 2.11, a dict in torch 2.13."""
     for values in cache.values():
         numbered = values.values() if isinstance(values, Mapping) else values
         yield from (leaf for leaf in leaves(list(numbered)) if hasattr(leaf, "val"))
 
 
 def _owned_elsewhere(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return addresses of storages that other objects keep alive.
+    """Return addresses of storages that other objects than the graph keep alive.
 
-    These are the block's parameters and buffers, and inputs that are leaves of the graph, which
-    their owner keeps alive (a pipeline a stage's input).
+    These storages belong to the block's parameters and buffers, and to inputs that are leaves of
+    the graph, such as the input of a pipeline stage.
     """
     inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _views_leaf(x))
     return _addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
 def _views_leaf(x: Tensor) -> bool:
-    """Whether x is a leaf or a view of one.
+    """Whether x is a leaf or a view of a leaf.
 
-    FSDP replaces inputs by views, once per unit whose forward starts with this block.
+    FSDP replaces inputs by views, once per FSDP unit whose forward starts with this block.
     """
     node, output = x.grad_fn, x.output_nr
     for _ in range(_MAX_UNITS):
@@ -532,7 +530,7 @@ def _views_leaf(x: Tensor) -> bool:
 
 
 _MAX_UNITS = 4
-"""Maximum number of units whose forward starts with one block."""
+"""Maximum number of FSDP units whose forward starts with the same block."""
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

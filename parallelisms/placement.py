@@ -1,12 +1,12 @@
-"""Patterns that select modules by FQN, and rows that define how a module is sharded over tp.
+"""Patterns that select modules by FQN, and placement rules: how a module is sharded over tp.
 
 A pattern is a dotted path in which `*` matches exactly one component, so that `blocks.*` matches
 blocks but not the modules inside them. A unit is a pattern (one FSDP unit per module), or a tuple
 of patterns (one FSDP unit of all their modules).
 
-Rows are data; `parallelisms/tensor/tensor_parallel.py` applies them. Placements are DTensor
-placements on the tp axis: Shard(1) along the sequence, Shard(-1) along features, Replicate() equal
-on all ranks.
+Placement rules (class `Row`) are data; `parallelisms/tensor/tensor_parallel.py` applies them.
+Placements are DTensor placements on the tp axis: Shard(1) along the sequence, Shard(-1) along
+features, Replicate() equal on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class PassThrough(nn.Module):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(x, ...) -> x."""
+        """Return the first tensor argument: (x, ...) -> x."""
         return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
 
 
@@ -69,28 +69,28 @@ def first_tensor(output: Any) -> Tensor:
     The output may be a tuple, list, mapping or Hugging Face output class.
 
     Raises:
-        PlacementError: there is none.
+        PlacementError: the output has no tensor.
     """
     values: Iterable[Any] = output if isinstance(output, tuple | list) else [output]
     for value in output.values() if isinstance(output, Mapping) else values:
         if isinstance(value, Tensor):
             return value
     raise PlacementError(
-        f"a pipeline stage gives a {type(output).__name__} without a tensor; let the model return "
-        "a tensor, or a tuple or mapping that has one"
+        f"a pipeline stage returns a {type(output).__name__} without a tensor; let the model "
+        "return a tensor, or a tuple, list or mapping with a tensor"
     )
 
 
 def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that are on this stage, that is, no placeholders."""
+    """Return the modules of this stage, without placeholders of other stages."""
     return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one module is sharded over tp; made by the functions below.
+    """Placement rule: how one module is sharded over tp; created by functions such as `colwise`.
 
-    Instances of `Style` and of torch's ParallelStyle are accepted as rows too.
+    Instances of `Style` and of torch's ParallelStyle are accepted as placement rules too.
     """
 
     kind: str
@@ -102,13 +102,13 @@ class Row:
 
 
 class Style:
-    """How one module is sharded, as code: a row that a pass makes.
+    """Base class of placement rules with their own sharding code, `apply`, instead of a `kind`.
 
-    (Subclasses of torch's ParallelStyle would have to override a private method.)
+    (A subclass of torch's ParallelStyle would have to override a private method.)
     """
 
     covers_parameters = True
-    """Whether it shards the module's parameters; false: only its inputs."""
+    """Whether the rule shards the module's parameters; false: only the module's inputs."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Shard the module over a 1-D mesh, in place."""
@@ -119,8 +119,8 @@ def colwise(inputs: Placement = Replicate(), output: Placement = Shard(-1)) -> R
     """Shard a Linear by output features, or an Embedding by width (torch's ColwiseParallel).
 
     Args:
-        inputs: placement of the input; other than Replicate(), it is gathered.
-        output: placement of the output: Shard(-1) stays sharded, Replicate() is gathered.
+        inputs: placement of the input; an input with Shard(dim) is all-gathered first.
+        output: placement of the output; Shard(-1): it stays sharded; Replicate(): it is gathered.
     """
     return Row("colwise", inputs, output)
 
@@ -136,36 +136,41 @@ def rowwise(output: Placement = Replicate()) -> Row:
 
 
 def sequence(dim: int = 1, split: Sequence[int] = ()) -> Row:
-    """A module that computes on a shard of the sequence (torch's SequenceParallel): norms, dropout.
+    """Placement rule: the module computes on a shard of the sequence (torch's SequenceParallel).
 
-    Its parameters are replicated; each rank has partial gradients, to be summed over tp.
+    Examples are norms and dropout. The module's parameters are replicated; each rank's gradients
+    are partial and are summed over tp.
 
     Args:
-        dim: sequence dim of its input.
-        split: positions of arguments that are passed unsharded and are to be sharded along `dim`.
+        dim: sequence dim of the module's input.
+        split: positions of replicated arguments to shard along `dim`.
     """
     return Row("sequence", Shard(dim), split=tuple(split))
 
 
 def heads(dim: int = 2) -> Row:
-    """A module that computes on a shard of the heads: norms of queries and keys, attention dropout.
+    """Placement rule: the module computes on a shard of the heads.
 
-    Its parameters are replicated; each rank has partial gradients, to be summed over tp. An
-    attribute `head_shard` of the module, if it has one, is set to the rank's index.
+    Examples are query and key norms, and attention dropout. The module's parameters are replicated;
+    each rank's gradients are partial and are summed over tp. If the module has an attribute
+    `head_shard`, it is set to the rank's index.
 
     Args:
-        dim: head dim of its input.
+        dim: head dim of the module's input.
     """
     return Row("heads", Shard(dim))
 
 
 def replicate() -> Row:
-    """A module with replicated parameters and equal inputs, hence equal gradients, on all ranks."""
+    """Placement rule: the module has replicated parameters, and equal inputs on all ranks.
+
+    Gradients are equal on all ranks too, and are not summed over tp.
+    """
     return Row("replicate")
 
 
 def experts() -> Row:
-    """Stacked experts, which `expert_parallel.py` shards over the expert mesh."""
+    """Placement rule of stacked experts: `expert_parallel.py` shards them over the expert mesh."""
     return Row("experts")
 
 
@@ -174,11 +179,11 @@ def prepare_input(
 ) -> Row:
     """Redistribute an input of a module, once for all its children (torch's PrepareModuleInput).
 
-    Forward gathers Shard(1); backward reduces gradients once.
+    From Shard(1) to Replicate() the forward all-gathers, and the backward reduce-scatters.
 
     Args:
-        argument: the tensor's keyword, or its position, where keyword arguments follow positional
-            ones in the order of the call.
+        argument: the tensor's keyword, or its index among the call's positional and then keyword
+            arguments.
     """
     return Row("prepare_input", layout, desired, argument)
 
@@ -194,11 +199,11 @@ def whole_input(layout: Placement, argument: int | str = 0) -> Row:
 def whole_heads(n_heads: int) -> Row:
     """Gather the output of a colwise module of `n_heads` heads to whole heads, as a plain tensor.
 
-    With more tp ranks than heads, the tp / n_heads neighbouring ranks that have parts of one head
-    gather it, each for different query heads; the backward reduce-scatters its gradient. Weights
-    and their gradients stay sharded as by `colwise`.
+    Needed if tp > n_heads: then each head is sharded over tp / n_heads neighbouring ranks. These
+    ranks all-gather the head, and each uses it for its own query heads; the backward
+    reduce-scatters the head's gradient. Weights and their gradients stay sharded as in `colwise`.
 
-    Source: grouped queries under tensor parallelism, as Megatron-LM gathers keys and values.
+    Source: Megatron-LM, which gathers keys and values this way for grouped-query attention.
     """
     return Row("prepare_heads", Shard(-1), Replicate(), n_heads=n_heads)
 
@@ -223,9 +228,10 @@ def change_argument(
     """Replace an argument x of a module's forward by change(module, x).
 
     Args:
-        argument: as `prepare_input` counts.
+        argument: the argument's keyword, or its index among the call's positional and then keyword
+            arguments.
     Raises:
-        PlacementError: on a call without that argument.
+        PlacementError: in the forward, if the call lacks this argument.
     """
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -233,7 +239,10 @@ def change_argument(
         if isinstance(key, int) and len(args) <= key < len(args) + len(kwargs):
             key = list(kwargs)[key - len(args)]
         if key not in kwargs and key not in range(len(args)):
-            raise PlacementError(f"a {type(module).__name__} is called without argument {key!r}")
+            raise PlacementError(
+                f"the forward of {type(module).__name__} was called without the argument {key!r}; "
+                "name an argument that the call passes"
+            )
         if isinstance(key, str):
             return args, {**kwargs, key: change(module, kwargs[key])}
         return tuple(change(module, x) if i == key else x for i, x in enumerate(args)), kwargs
@@ -251,7 +260,7 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return modules of `model` whose FQN matches `pattern`, in the model's order.
 
     Raises:
-        PlacementError: no module matches; names the most similar FQN.
+        PlacementError: no module matches; the message has the most similar FQN.
     """
     names = [name for name, _ in model.named_modules() if name]
     found = {name: model.get_submodule(name) for name in names if matches(pattern, name)}
@@ -265,9 +274,9 @@ def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def select_parameters(model: nn.Module, pattern: str) -> list[str]:
-    """FQNs of the parameters that a pattern matches; none if it matches a module.
+    """Return FQNs of parameters that match a pattern; empty if the pattern matches a module.
 
-    These are parameters of the root, which has no FQN, or of a module with children.
+    Used for parameters of the root, which has no FQN, or of a module with children.
     """
     if any(matches(pattern, name) for name, _ in model.named_modules()):
         return []
@@ -276,7 +285,7 @@ def select_parameters(model: nn.Module, pattern: str) -> list[str]:
 
 
 def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[str, nn.Module]]:
-    """Expand units to groups of modules, in order.
+    """Expand FSDP units to groups of modules, in order.
 
     A pattern gives one group per module, a tuple of patterns one group for all their modules.
 
@@ -294,11 +303,7 @@ def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[st
 
 
 def refuse_shared_parameters(model: nn.Module, groups: Sequence[dict[str, nn.Module]]) -> None:
-    """Raise if modules of different units share a parameter, as each unit would gather a copy.
-
-    Raises:
-        PlacementError: names both modules.
-    """
+    """Raise PlacementError if modules of different FSDP units share a parameter."""
     unit_of = {
         f"{name}.{child}".rstrip("."): index
         for index, group in enumerate(groups)
@@ -320,10 +325,12 @@ def _refuse_overlap(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise PlacementError(f"module {name} is in two units")
+            raise PlacementError(f"module {name} is in two units; name it in one")
         seen.add(name)
     for name in seen:
         parts = name.split(".")
         for i in range(1, len(parts)):
             if (outer := ".".join(parts[:i])) in seen:
-                raise PlacementError(f"module {name} is in two units: its own and that of {outer}")
+                raise PlacementError(
+                    f"module {name} is in two units, its own and {outer}'s; use one"
+                )

@@ -1,9 +1,9 @@
 """The plug-in: parallelism for any nn.Module, in your own training loop.
 
-    parallelize   any mesh without pp: in place; the training loop calls the model as before
-    pipeline      any mesh: a model in stages; `step` runs a batch's micro-batches through them
+    parallelize   changes the model in place, with pp = 1; the training loop stays the same
+    pipeline      splits the model into stages, with any pp; `step` runs all micro-batches
 
-Both take a ParallelPlan, or its fields as keywords. On a mesh without pp, `pipeline` accumulates
+Both take a ParallelPlan, or its fields as keywords. On a mesh with pp = 1, `pipeline` accumulates
 gradients over the micro-batches, so that one script runs on every mesh.
 """
 
@@ -49,15 +49,15 @@ def parallelize(
     For gradient accumulation, call `begin_micro_batch` before each forward.
 
     Args:
-        plan: settings; None: all are in `fields`.
+        plan: settings; None: all settings are in `fields`.
         fields: fields of ParallelPlan, which override those of `plan`.
 
     Raises:
-        PlacementError: a pattern matches nothing, a parameter is covered by no row or shared by
-            modules of different units, or tp does not divide a dim that a row shards.
-        ConfigError: pp > 1 (use `pipeline`), a mesh with cp, ep or etp without `context` or
-            `experts`, a model on the meta device without `init`, a model that is wrapped or sharded
-            already, or an argument of another type.
+        PlacementError: a pattern matches nothing, no rule covers a parameter, modules of different
+            units share a parameter, or tp does not divide a dim that a rule shards.
+        ConfigError: pp > 1 (use `pipeline`), cp > 1 without `context`, ep or etp > 1 without
+            `experts`, a model on the meta device without `init`, a model that is already wrapped
+            or sharded, or an argument of the wrong type.
     """
     plan = _completed(plan, fields)
     _check(model, mesh, plan)
@@ -67,7 +67,7 @@ def parallelize(
     return model
 
 
-# Keys of [parallel] that only the Trainer uses; the plug-in has arguments instead, or none.
+# Keys of [parallel] that only the Trainer uses. For some, the plug-in has arguments instead.
 _TRAINERS_KEYS = (
     "sequence_parallel cp_method cp_inner dispatcher ep_capacity async_tp schedule "
     "stages_per_rank pp_layout defer_head high_priority timeout_seconds"
@@ -75,7 +75,11 @@ _TRAINERS_KEYS = (
 
 
 def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPlan:
-    """Return the plan with these fields. Raises ConfigError: a key of [parallel] has no effect."""
+    """Return `plan` with `fields` replaced.
+
+    Raises:
+        ConfigError: plan.parallel sets a key that has no effect in the plug-in.
+    """
     plan = replace(plan, **fields) if plan is not None else ParallelPlan(**fields)
     for key in _TRAINERS_KEYS.split():
         if (value := getattr(plan.parallel, key)) != getattr(Parallel(), key):
@@ -87,25 +91,21 @@ def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPla
 
 
 def _check(model: Any, mesh: Any, plan: ParallelPlan) -> None:
-    """Refuse arguments of another type, and models that something else has wrapped or sharded.
-
-    Raises:
-        ConfigError: names the argument, its type or value, and the fix.
-    """
+    """Raise ConfigError for arguments of the wrong type, and for wrapped or sharded models."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {_type(model)}; pass an nn.Module, then the mesh")
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is a {_type(mesh)}; pass a dtron.parallelisms.Mesh")
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("model is wrapped in DistributedDataParallel; pass model.module")
-    if _type(model) == "OptimizedModule":  # whose class is private
+    if _type(model) == "OptimizedModule":  # a private class of torch
         raise ConfigError(
             "model is compiled; pass the module that torch.compile got, and compile=Compile(...)"
         )
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     if sharded:
         raise ConfigError(
-            f"{sharded[0]} is a DTensor already; parallelize or shard a model once, all of it"
+            f"{sharded[0]} is a DTensor already; pass a model that is not sharded yet"
         )
     if plan.dtype not in DTYPES:
         raise ConfigError(f"dtype = {plan.dtype!r} is unknown; use {', '.join(map(repr, DTYPES))}")
@@ -143,22 +143,23 @@ def pipeline(
         loss = model.step(x, y, cross_entropy, micro_batches=8)
 
     Every rank runs the model's own forward, in which modules of other stages return their first
-    tensor argument. So the forward must pass a single tensor from stage to stage; operations
-    outside of modules must be correct for hidden states too (a mask from their shape is); and what
-    must run only once (embedding, pooling, dropout) must be in a module that a stage names.
+    tensor argument. So the forward must pass a single tensor from stage to stage. Operations
+    outside of modules run in every stage and must accept hidden states (example: a mask computed
+    from the shape). Operations that must run once (embedding, pooling, dropout) must be in a module
+    of a stage.
 
     Args:
-        plan: as in `parallelize`.
-        **fields: as in `parallelize`.
+        plan: settings; None: all settings are in `fields`.
+        **fields: fields of ParallelPlan, which override those of `plan`.
         stages: patterns of the modules of each stage, in the order of the forward; the schedule
             defines how many stages a rank takes. Modules that no stage names are in all stages.
             With pp = 1 the model is not split.
-        schedule: a row of `parallelisms.pipeline.schedules.SCHEDULES`.
+        schedule: a name in `parallelisms.pipeline.schedules.SCHEDULES`.
 
     Raises:
-        PlacementError: as in `parallelize`; a module in two stages, or a parameter in none.
-        ConfigError: pp > 1 without stages, a number of stages that the schedule does not take, an
-            unknown schedule.
+        PlacementError: an error of `parallelize`, a module in two stages, or a parameter in none.
+        ConfigError: an error of `parallelize`, pp > 1 without stages, an unknown schedule, or a
+            number of stages that the schedule does not support.
     """
     plan = _completed(plan, fields)
     _check(model, mesh, plan)
@@ -174,30 +175,30 @@ def pipeline(
 
 
 def _layout(stages: Sequence[tuple[str, ...]], name: str, row: Schedule, pp: int) -> Layout | None:
-    """Return stages, their ranks and the schedule's order; None if pp = 1."""
+    """Return the layout of the stages under a schedule; None if pp = 1."""
     if pp == 1:
         return None
     if not stages:
         raise ConfigError(
-            f"pp = {pp} needs `stages`: the modules of each stage, such as "
+            f"pp = {pp} needs `stages`, the modules of each stage; use stages=LIST, such as "
             '[["embed", "blocks.0"], ["blocks.1", "norm", "head"]]'
         )
     if () in stages:
-        raise ConfigError(f"stage {list(stages).index(())} names no module; give each stage some")
+        raise ConfigError(f"stage {list(stages).index(())} names no module; name at least one")
     v, rest = divmod(len(stages), pp)
     least, most = row.stages
     if rest or v < least or (most is not None and v > most):
         takes = f"{least}" if least == most else f"{least} or more"
         raise ConfigError(
-            f"{len(stages)} stages on pp = {pp} ranks: schedule {name!r} takes {takes} a rank; "
-            f"give {pp * least} stages"
+            f"{len(stages)} stages for pp = {pp}: schedule {name!r} takes {takes} per rank; use "
+            f"{pp * least} stages"
         )
     order = functools.partial(order_of, name, pp, v)
     return Layout(tuple(stages), stage_ranks(row.placement, pp, v), order, row.splits_backward)
 
 
 class PipelinedModel:
-    """This rank's stages of a model, and the schedule that runs them. Made by `pipeline`.
+    """This rank's stages of a model, and the schedule that runs them. Returned by `pipeline`.
 
     Attributes:
         parts: this rank's stage modules by stage number; {0: model} if pp = 1.
@@ -227,21 +228,21 @@ class PipelinedModel:
         Args:
             inputs: (B, ...), the model's first argument, equal on all pp and tp ranks.
             targets: (B, ...), the second argument of `loss`.
-            loss: (output, targets) of a micro-batch of B / micro_batches rows -> a scalar.
+            loss: function (output, targets) -> scalar, for B / micro_batches samples.
             micro_batches: number of micro-batches; divides B.
-            divide_by: divisor of the sum of all losses over micro-batches and data-parallel ranks.
-                None: their number, for a loss that is a mean over equally many targets in every
-                micro-batch. If their numbers differ (missing labels), pass a summed loss and the
-                global number of targets.
-            others: other arguments of the model. Tensors of B rows are split like the batch, other
-                values are passed to every micro-batch.
+            divide_by: divisor of the sum of losses over all micro-batches and data-parallel ranks.
+                None: the number of these losses; correct if `loss` is a mean and every micro-batch
+                has equally many targets. If the numbers of targets differ (missing labels), use a
+                summed loss, and pass the global number of targets here.
+            others: the model's arguments after `inputs`, by keyword. Tensors whose first dim is B
+                are split like the batch; all other values are passed to every micro-batch.
 
         Returns:
             The loss of the global batch, a float64 scalar, equal on every rank.
 
         Raises:
-            ConfigError: `micro_batches` does not divide B, or the schedule does not take it, or the
-                loss is no scalar.
+            ConfigError: `micro_batches` does not divide B or does not fit the schedule, the loss
+                is not a scalar, or `.grad` of the previous call is still set.
         """
         self._refuse_complete_gradients()
         batches, labels = self._split(inputs, targets, micro_batches, others, train=True)
@@ -295,7 +296,7 @@ class PipelinedModel:
         return norm
 
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's stages, as DTensors, for an optimizer."""
+        """Return the parameters of this rank's stages, as DTensors, for an optimizer."""
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -303,10 +304,10 @@ class PipelinedModel:
         return self._applied.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters by name, sharing memory.
+        """Return this rank's parameters by name; the tensors share memory with the model.
 
-        For torch.distributed.checkpoint to save, or to load into before `load_state_dict`. A tied
-        weight of two local stages comes once.
+        torch.distributed.checkpoint can save them, or load into them before `load_state_dict`. A
+        weight tied across two local stages is included once.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
@@ -315,12 +316,12 @@ class PipelinedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a `state_dict` of the same layout to the parameters and copies of tied weights."""
+        """Copy a `state_dict` of the same layout into the parameters and all tied copies."""
         for name, parameter in self.named_parameters():
             parameter.copy_(state[name])
 
     def train(self, mode: bool = True) -> "PipelinedModel":
-        """Set this rank's stages to training mode."""
+        """Set this rank's stages to training mode; with mode=False, to evaluation mode."""
         for part in self.parts.values():
             part.train(mode)
         return self
@@ -335,8 +336,8 @@ class PipelinedModel:
         summed += applied.shared.parameters()
         if any(p.grad is not None for p in summed):
             raise ConfigError(
-                "step completes gradients, which are still there from the step before; call "
-                "zero_grad, or accumulate by more micro_batches in one step"
+                "`.grad` of the last step is still set, and step would reduce it again; call "
+                "zero_grad, which sets it to None, or pass more micro_batches to one step"
             )
 
     def _count(self, micro_batches: int) -> int:
@@ -351,20 +352,19 @@ class PipelinedModel:
     ) -> tuple[list[MicroBatch], Sequence[Tensor]]:
         rows = len(inputs)
         if len(targets) != rows:
-            raise ConfigError(f"inputs have {rows} rows and targets {len(targets)}; give as many")
+            raise ConfigError(f"inputs have {rows} rows, targets {len(targets)}; use equal numbers")
         if n < 1 or rows % n:
             legal = ", ".join(str(m) for m in range(1, rows + 1) if rows % m == 0)
             raise ConfigError(
-                f"micro_batches = {n} does not cut a rank's batch of {rows} rows into equal parts; "
-                f"use {legal}"
+                f"micro_batches = {n} does not divide the rank's batch of {rows} rows; use {legal}"
             )
         if train and self._schedule is not None:
             self._check_schedule(self._schedule, n)
         tables = [name for name, value in others.items() if isinstance(value, Mapping)]
         if tables and n > 1:
             raise ConfigError(
-                f"{tables[0]} is a mapping, which describes all rows and cannot be cut with them; "
-                "use micro_batches = 1"
+                f"{tables[0]} is a mapping for the whole batch and cannot be split into "
+                f"micro_batches = {n}; use micro_batches = 1"
             )
 
         def chunks(x: Any) -> Sequence[Any]:

@@ -1,10 +1,12 @@
 """Activation recomputation: save fewer activations in forward, recompute the others in backward.
 
-    mode         saved of a block                        recomputed
+    mode         saved per block                         recomputed
     full         its input                               everything, about a third more compute
     attention    also the outputs of attention           everything else, matmuls too
     selective    also the results of matmuls,            norms, rotary embedding, activations, sums
                  and tokens received from other ranks
+
+With `modules`, only these modules of a block are recomputed, each from its own input.
 
 `attention` is for long sequences: attention's compute grows with the square of the length, its
 output only linearly. `selective` recomputes only memory-bound operators. Dropout of dtron's models
@@ -14,7 +16,7 @@ Source: Korthikanti et al., arXiv:2205.05198; torch.utils.checkpoint.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ ATTENTION = (
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )
-"""Attention operators; their backward needs output and log-sum-exp."""
+"""Attention operators; their backward needs their output and log-sum-exp."""
 
 PRODUCTS = (
     "aten.mm.default",
@@ -56,21 +58,23 @@ PRODUCTS = (
 )
 
 CHOICES = ("aten.topk.default", "aten.sort.stable", "dtron.peers_exchange.default")
-"""Operators that choose experts and the order of token copies. They are always saved: recomputed
-by kernels that round differently, they could choose differently than the other saved results."""
+"""Operators that choose experts and the order of token copies. Their results are always saved:
+recomputed with other rounding, they could contradict the other saved results."""
 
 MOVES = ("dtron.peers_move.default", "dtron.peers_arrived.default")
-"""Operators of dispatch and combine: their results are inputs and outputs of experts, needed by the
-weight gradients of experts and router. Recomputing them takes as long as a matmul; saving them
-takes a layer's bounded token buffer, which would be most of what `attention` saves. Save both or
-none: the second operator can use a result of the first one only once."""
+"""Operators of dispatch and combine. Their results are inputs and outputs of experts, which the
+weight gradients of experts and router need. Recomputing them takes as long as a matmul; saving them
+takes one token buffer per layer, which would be most of what mode `attention` saves. Save the
+results of both operators, or recompute both: a result of `peers_move` can be used only once."""
 
-SAVED_OPS = {
+SAVED_OPS: dict[str, tuple[str, ...]] = {
+    "full": CHOICES,
     "attention": (*ATTENTION, *CHOICES),
     "selective": (*ATTENTION, *PRODUCTS, *CHOICES, *MOVES),
 }
-"""Operators whose results a mode saves, if this torch has them. With the `math` backend, attention
-is several operators: `selective` saves its matmuls, `attention` saves nothing."""
+"""{mode: operators whose results it saves, if this torch has them}; `full` is used with `modules`
+only. With the `math` backend, attention is several operators: then `selective` saves the results of
+attention's matmuls, and `attention` saves none of attention's results."""
 
 
 def recompute(
@@ -79,26 +83,41 @@ def recompute(
     keep_rng: bool = False,
     watch: Callable[[Any], None] | None = None,
 ) -> int:
-    """Make the blocks that `options.acts_on` chooses recompute their activations, in place.
+    """Make blocks, or `options.modules` of blocks, recompute their activations, in place.
 
-    Only the block's `forward` is replaced: its class and all FQNs stay.
+    `options.acts_on` chooses the blocks. Only `forward` is replaced (`local_forward` of experts
+    under expert parallelism): classes and FQNs stay.
 
     Args:
         blocks: (index in the whole model, block).
-        keep_rng: restore the RNG state of the first forward, as blocks with `nn.Dropout` need.
-        watch: called in each forward of a block, in a selective mode, with the context that caches
-            the saved results; for offload.
+        keep_rng: restore the RNG state that the first forward had; needed with `nn.Dropout`.
+        watch: callback of offload, called in each forward of a block under selective recomputation
+            with the context that caches the saved results.
 
     Returns:
         Number of blocks that recompute.
     """
-    chosen = [block for i, block in blocks if options.acts_on(i)]
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
-    if options.mode != "full":
+    if options.mode != "full" or options.modules:
         settings["context_fn"] = functools.partial(_selective_contexts, options.mode, watch)
-    for block in chosen:
-        block.forward = functools.partial(_checkpointed, block.forward, settings)
-    return len(chosen)
+    chosen = [_modules(block, options.modules) for i, block in blocks if options.acts_on(i)]
+    for module in (module for modules in chosen for module in modules):
+        # Experts under expert parallelism recompute `local_forward`, without dispatch and combine.
+        name = "local_forward" if hasattr(module, "local_forward") else "forward"
+        call = functools.partial(_checkpointed, getattr(module, name), settings)
+        setattr(module, name, call)
+    return sum(bool(modules) for modules in chosen)
+
+
+def _modules(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules to recompute in a block.
+
+    Names that the block lacks are skipped: they may belong to another kind of block.
+    """
+    if not names:
+        return [block]
+    inside = dict(block.named_modules())
+    return [inside[name] for name in names if name in inside]
 
 
 def _checkpointed(forward: Callable, settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -120,8 +120,14 @@ def make_hf(folder: Path) -> Path:
 
 def make_cache(folder: Path) -> Path:
     prepare(_data(make_jsonl(folder)))
-    (cache,) = (folder / "cache").iterdir()
-    return cache
+    (tokens,) = (folder / "cache").glob("*/00000.tokens")
+    return tokens.parent
+
+
+def make_cached_index(folder: Path) -> Path:
+    prepare(_data(make_jsonl(folder)))
+    (documents,) = (folder / "cache").glob("*/documents.bin")
+    return documents.parent
 
 
 def make_run(folder: Path) -> Path:
@@ -252,7 +258,10 @@ FORMATS: dict[str, Format] = {
     "hf-config": Format(make_hf, read_hf, ("config.json",)),
     "hf-index": Format(make_hf, read_hf, ("model.safetensors.index.json",)),
     "hf-shard": Format(make_hf, read_hf, ("model-00001-of-*.safetensors",)),
-    "cache": Format(make_cache, read_cache, ("tokens.bin", "offsets.npy", "meta.json")),
+    "cache": Format(make_cache, read_cache, ("00000.tokens", "00000.documents", "corpus.json")),
+    "cached index": Format(
+        make_cached_index, read_cache, ("documents.bin", "groups.bin", "index.json")
+    ),
     "run": Format(make_run, read_run, RUN_FILES),
     "reopened": Format(make_run, reopen_run, RUN_FILES),
     "csv": Format(make_csv, read_order),
@@ -591,7 +600,7 @@ def changed_cache(change: Callable[[Path], object]) -> Callable[[Path], None]:
         cache = make_cache(folder)
         train, _ = open_data(_data(folder / "data.jsonl"), seq_len=16, seed=0)
         train.sequence(0)
-        change(cache / "tokens.bin")
+        change(cache / "00000.tokens")
         with must_fail():
             for k in range(100):
                 train.sequence(k)

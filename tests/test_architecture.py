@@ -216,6 +216,7 @@ PRIVATE = {
 }
 MOST_NAMES, MOST_FILES = 15, 5
 OF_OTHERS = {
+    "_cat_ranges": "fsspec",
     "_current_frames": "sys",
     "_data": "torchao's tensor of float8 weights",
     "_exit": "os",

@@ -66,7 +66,7 @@ def test_hostile_files_end_in_an_error_that_names_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("run.dir=~nosuchuser/x", "no such user has a home directory"),
+        ("run.dir=~nosuchuser/x", "the user after ~ has no home directory"),
         ('data.cache_dir="a\\u0000b"', "String should match pattern"),
         ("checkpoint.initial=" + "a" * 256, "each name in it 255"),
         ("parallel.timeout_seconds=2147483648", "less than or equal to 2592000"),

@@ -1,2 +1,2 @@
-"""Benchmarks: sweeps over a run's settings, other frameworks, single kernels, and a step's time by
-part. See `dtron bench --help` and docs/benchmarking.md."""
+"""Benchmarks: sweeps over settings, comparison with torchtitan, single kernels, and a breakdown of
+the step time. See `dtron bench --help` and docs/benchmarking.md."""

@@ -1,38 +1,37 @@
-"""Breakdown of a step's time from profiler traces, and its distance from a ceiling.
+"""Breakdown of the step time from profiler traces, and a lower bound of that time (the ceiling).
 
-Budget of one rank. In the window of a step (trace.py), let C be the times at which a compute kernel
-runs and M those at which a communication kernel runs:
+Times of one rank (`Budget`). In the window of a step (trace.py), let C be the times at which a
+compute kernel runs and M the times at which a communication kernel runs:
 
-    class of computation    times of C at which a kernel of that class runs, and none of a class
-                            before it in `trace.COMPUTE`
+    class of computation    times of C at which a kernel of that class runs, and no kernel of a
+                            class that is earlier in `trace.COMPUTE`
     exposed                 |M - C|: communication without overlapping computation
-    host gaps               window - |C or M|: the device does nothing (a late host, or a wait)
+    host gaps               window - |C or M|: the device is idle (the host is late, or waits)
 
-These add up to the window. The following are parts of them:
+These times add up to the window. The following times are included in them:
 
-    overlapped              |M and C|: communication that is hidden
-    slow-down               time that overlap costs computation: over kernels with more than 5%
-                            overlap, duration minus the median duration of spans with the same work
-                            (name, grid, block, shapes) and less than 5% overlap. Kernels that never
-                            run alone have no such median and add nothing; `compared` is the
-                            fraction of the overlapped kernels' time that has one. Unknown on a CPU.
+    overlapped              |M and C|: communication that computation hides
+    slow-down               time that overlap adds to computation. For each kernel with more than 5%
+                            overlap: its duration minus the median duration of identical kernels
+                            (same name, grid, block, shapes) with at most 5% overlap. Kernels that
+                            never run alone have no such median and add nothing. `compared` is the
+                            fraction of the overlapped kernels' time that has a median. GPUs only.
 
-The time of communication includes waiting for ranks that are late: NCCL's kernels spin. All
-numbers are means over the traced steps; then mean, smallest and largest of the ranks.
+The time of communication includes waiting for late ranks, since NCCL's kernels spin. All numbers
+are means over the traced steps. Tables show the mean, minimum and maximum over ranks.
 
-Ceiling. A class's time is replaced by a floor if that can be measured on one idle device right
-after the run (roofline.py):
+Ceiling: the step time with the following classes at a lower bound of their time. The bounds are
+measured on one idle device right after the run (roofline.py):
 
-    GEMM            each matmul of the model's forward and backward at the rank's own shapes,
-                    once, without recomputation: its FLOPs at the rate measured for that shape;
-                    none where layers multiply in float8
-    attention       the backend's forward and backward at the rank's own shape
-    optimizer       the bytes that AdamW reads and writes, 28 per float32 parameter of the rank, 20
-                    with bfloat16 moments, at the measured rate of a copy
+    GEMM            time of each matmul of the model's forward and backward, without recomputation,
+                    measured at the rank's shapes; not for float8, experts and latent attention
+    attention       time of the backend's forward and backward at the rank's shape
+    optimizer       bytes that AdamW reads and writes, 28 per float32 parameter of the rank (20 with
+                    bfloat16 moments), over the measured bytes per second of a copy
     communication, host gaps    0
 
-Elementwise, loss, copies and classes without a floor keep their measured time. The sum is the time
-of a step with these kernels but without communication, recomputation, pipeline bubbles and gaps.
+Elementwise, loss, copies and classes without a lower bound keep their measured time. The sum is the
+time of a step with these kernels, without communication, recomputation, pipeline bubbles and gaps.
 """
 
 import bisect
@@ -54,7 +53,7 @@ EXPOSED, GAPS = "exposed communication", "host gaps"
 
 @dataclass(frozen=True)
 class Budget:
-    """Milliseconds of one step: `parts` add up to `step`."""
+    """Step time of one rank by class, in milliseconds; `parts` add up to `step`."""
 
     step: float
     parts: dict[str, float]
@@ -62,18 +61,18 @@ class Budget:
     overlapped: float
     slow_down: float | None
     compared: float | None
-    """Fraction of the overlapped kernels' time whose slow-down is known."""
+    """Fraction of the overlapped kernels' time for which a slow-down is known."""
 
     @property
     def hidden(self) -> float | None:
-        """Fraction of communication that is overlapped; None: no communication."""
+        """Fraction of communication time that is overlapped; None: no communication."""
         whole = self.overlapped + self.parts[EXPOSED]
         return self.overlapped / whole if whole else None
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Budgets of all ranks."""
+    """Step time of each rank, divided into computation, exposed communication and host gaps."""
 
     device: str
     steps: int
@@ -82,17 +81,12 @@ class Breakdown:
 
     @property
     def mean(self) -> Budget:
-        """Means over ranks."""
+        """Step time by class, as the mean over ranks."""
         return _mean(self.ranks)
 
-    @property
-    def hidden(self) -> float | None:
-        """Fraction of all ranks' communication that is overlapped."""
-        return self.mean.hidden
-
     def as_json(self) -> dict[str, Any]:
-        """All budgets, and their mean."""
-        return {**asdict(self), "mean": asdict(self.mean), "hidden": self.hidden}
+        """Return each rank's step time by class, and the mean over ranks."""
+        return {**asdict(self), "mean": asdict(self.mean), "hidden": self.mean.hidden}
 
     @classmethod
     def of_json(cls, written: Mapping[str, Any]) -> Self:
@@ -105,7 +99,7 @@ def read_breakdown(directory: Path) -> Breakdown:
     """Read the breakdown of a run's trace/ directory.
 
     Raises:
-        DataError: there are no traces, or one holds no whole step.
+        DataError: no traces exist, or a trace is damaged or has no complete step.
     """
     files = sorted(directory.glob("rank-*.json"), key=lambda file: int(file.stem[5:]))
     if not files:
@@ -116,7 +110,7 @@ def read_breakdown(directory: Path) -> Breakdown:
 
 
 def budget(trace: Trace) -> Budget:
-    """Compute the budget of one rank's trace, as the mean over its steps."""
+    """Compute the step time by class from one rank's trace, as the mean over the traced steps."""
     slow_down = _slow_down(trace) if trace.device == "cuda" else None
     steps = [_of_window(trace.spans, window) for window in trace.windows]
     mean = _mean(steps)
@@ -151,8 +145,10 @@ def _of_window(spans: Sequence[Span], window: tuple[float, float]) -> Budget:
 
 
 def _slow_down(trace: Trace) -> tuple[float, float | None]:
-    """Milliseconds that overlap added to kernels in all windows, and the fraction of their time
-    that could be compared (None: no overlap)."""
+    """Return (`slow_down` in milliseconds, summed over all windows; `compared`).
+
+    `compared` None: no kernel overlaps with communication.
+    """
     first, last = trace.windows[0][0], trace.windows[-1][1]
     inside = [span for span in trace.spans if first <= span.begin and span.end <= last]
     communication = union((s.begin, s.end) for s in inside if s.kind == COMMUNICATION)
@@ -175,7 +171,7 @@ def _slow_down(trace: Trace) -> tuple[float, float | None]:
 
 
 def _candidates(intervals: Intervals, span: Span) -> Intervals:
-    """Return the disjoint intervals that may overlap a span."""
+    """Return the intervals (sorted, disjoint) that may overlap with a span."""
     first = max(bisect.bisect_right(intervals, (span.begin, float("inf"))) - 1, 0)
     return intervals[first : bisect.bisect_left(intervals, (span.end,))]
 
@@ -195,18 +191,20 @@ def _mean(budgets: Sequence[Budget]) -> Budget:
 
 
 def ceiling(found: Budget, floors: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds of each part at its floor.
+    """Return the milliseconds of each part of a step; parts with a lower bound get the bound.
 
     Args:
-        floors: milliseconds measured without overlap, by class (roofline.py).
+        floors: lower bounds in milliseconds, by class (roofline.py).
     """
     nothing = {EXPOSED: 0.0, GAPS: 0.0}
     return {name: {**nothing, **floors}.get(name, value) for name, value in found.parts.items()}
 
 
 def breakdown_table(found: Breakdown, floors: Mapping[str, float], title: str) -> Table:
-    """Build the table of milliseconds per step by class: mean, minimum and maximum over ranks,
-    share, ceiling."""
+    """Build the table of milliseconds per step by class.
+
+    Columns: mean, minimum and maximum over ranks, fraction of the step, ceiling.
+    """
     mean, own = found.mean, found.ranks
     limit = ceiling(mean, floors) if floors else {}
     table = Table(title=title, title_justify="left")
@@ -228,25 +226,25 @@ def breakdown_table(found: Breakdown, floors: Mapping[str, float], title: str) -
     table.add_section()
     row("step", [b.step for b in own], sum(limit.values()) if limit else None)
     table.add_section()
-    row("of it: overlapped communication", [b.overlapped for b in own], None)
+    row("included: overlapped communication", [b.overlapped for b in own], None)
     lost = [b.slow_down for b in own if b.slow_down is not None]
     if lost:
-        row("of it: slow-down of compute", lost, None)
+        row("included: slow-down of computation", lost, None)
     return table
 
 
 def notes(found: Breakdown) -> list[str]:
     """Return the notes printed under the table."""
     lines = []
-    if found.hidden is not None:
-        lines.append(f"{found.hidden:.1%} of communication time is overlapped with computation")
+    if (hidden := found.mean.hidden) is not None:
+        lines.append(f"{hidden:.1%} of communication time is overlapped with computation")
     if found.mean.compared is not None:
         lines.append(
             f"the slow-down is known for {found.mean.compared:.1%} of the overlapped kernels' time"
         )
     if found.device == "cpu":
         lines.append(
-            "a CPU's trace: operators stand for kernels, gloo's threads share the cores, and gaps "
-            "are time outside of operators"
+            "CPU trace: operators stand for kernels, gloo's threads compete with them for cores, "
+            "and gaps are the time outside of operators"
         )
     return lines

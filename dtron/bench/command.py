@@ -1,4 +1,4 @@
-"""The command line of `dtron bench`: arguments -> runs -> table and JSON."""
+"""Command line of `dtron bench`: run all points of a sweep, print tables, write bench.json."""
 
 import argparse
 import contextlib
@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,15 @@ from dtron.bench.run import (
 from dtron.bench.sweep import SweepPoint, points
 from dtron.errors import ArgumentParser, ConfigError, DataError
 
-_Row = tuple[str, report.RunFigures | None, str]  # label, figures, reason for having none
-_PROFILED = 3  # profiled steps; on GPUs the first only marks where the second begins
+_Row = tuple[str, report.RunFigures | None, str]  # label, figures, reason if there are no figures
+_PROFILED = 3  # steps; on GPUs the first step is not counted (trace.py)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `dtron bench`; return the exit status: 0 if any point has figures.
 
     Raises:
-        ConfigError: the arguments are wrong.
+        ConfigError: an argument is invalid, or torchrun started this process.
     """
     _refuse_torchrun()
     if arguments and arguments[0] == "kernels":
@@ -59,20 +58,25 @@ def main(arguments: Sequence[str]) -> int:
     sweep = points(given.axes)
     if not given.config.exists():
         raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
-    against = _against(given)
+    peer_args = _peer_args(given)
     out = Path(given.out) if given.out else new_folder(Path("runs/bench"))
     command = shlex.join(["dtron", "bench", *arguments])
     outcomes: list[Outcome] = []
     rows: list[_Row] = []
-    for outcome in run_all(given.config, sweep, options, given.repeat, out, console, against):
+    for outcome in run_all(given.config, sweep, options, given.repeat, out, console, peer_args):
         outcomes.append(outcome)
-        # Written after each run, so that an interrupted sweep keeps its finished runs.
+        # Written after each run: an interrupted sweep keeps its finished runs.
         rows, written = _report(sweep, outcomes, options)
         report.write_json(out / "bench.json", command, options, written)
-    report.print_report(console, rows, _title(given, options, outcomes))
+    if any(found for _, found, _ in rows):
+        report.print_report(console, rows, _title(given, options, outcomes))
+    else:  # reasons of points that cannot run were printed before the first run
+        tried = (each for each in outcomes if each.order >= 0)
+        for text in dict.fromkeys(f"{each.label}: {each.reason}" for each in tried):
+            console.print(text, markup=False, soft_wrap=True)
     if given.breakdown:
         print_breakdowns(console, outcomes)
-    if against:
+    if given.against:
         print_comparisons(console, outcomes)
     console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
     return 0 if any(found for _, found, _ in rows) else 1
@@ -82,19 +86,19 @@ def _refuse_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "dtron bench was started by torchrun, but starts torchrun itself for each run; start "
-            "it alone, with --nproc-per-node N for N ranks"
+            "it without torchrun, with --nproc-per-node N for N ranks"
         )
 
 
 def new_folder(parent: Path) -> Path:
-    """Make a folder named after the time, with a number if another bench began in this second."""
+    """Make a folder named after the current time; a number is added if the name is taken."""
     name = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise AssertionError("one of the numbers is free")
+    raise AssertionError("unreachable: the loop ends at a free name")
 
 
 def _report(
@@ -111,20 +115,6 @@ def _report(
     return rows, written
 
 
-@dataclass(frozen=True)
-class PeerComparison:
-    """A peer framework, which runs after each run of dtron."""
-
-    extra: Sequence[str]
-    """Extra command-line arguments of the peer."""
-
-    def refuse(self, config: Path, point: SweepPoint, options: Options) -> Outcome | None:
-        """Return the outcome of a point that the peer cannot match; None: it can."""
-        resolved, _ = bench_config(config, point.overrides, options, Path())
-        why = refusal(resolved, options)
-        return Outcome(point.label, "refused", f"against {PEER}: {why}") if why else None
-
-
 def run_all(
     config: Path,
     sweep: Sequence[SweepPoint],
@@ -132,16 +122,24 @@ def run_all(
     repeats: int,
     out: Path,
     console: Console,
-    against: PeerComparison | None = None,
+    peer_args: Sequence[str] | None = None,
 ) -> Iterator[Outcome]:
-    """Run every point `repeats` times: all points, then all again, so that drift of the machine
-    shows as differences between repeats and not between points. What cannot run is printed before
-    the first run; points that their run refuses are not repeated."""
+    """Run all points once, then all again, `repeats` times in total.
+
+    A drift of the machine then shows between repeats, not between points. Points that cannot run
+    are printed before the first run. A point whose run is refused is not repeated.
+
+    Args:
+        peer_args: extra arguments of the peer framework, which runs after each run of dtron; None:
+            no peer.
+    """
     left: list[SweepPoint] = []
     for point in sweep:
         outcome = refused(config, point.overrides, options, point.label)
-        if outcome is None and against:
-            outcome = against.refuse(config, point, options)
+        if outcome is None and peer_args is not None:
+            resolved, _ = bench_config(config, point.overrides, options, Path())
+            if why := refusal(resolved, options):
+                outcome = Outcome(point.label, "refused", f"against {PEER}: {why}")
         if outcome is None:
             left.append(point)
             continue
@@ -162,9 +160,9 @@ def run_all(
             stopped.add(point.label)
         if outcome.status == "ok" and options.profile_steps:
             add_breakdown(outcome, options, with_ceiling=options.shapes and repeat == 0)
-        if outcome.status == "ok" and against:
+        if outcome.status == "ok" and peer_args is not None:
             peer_out = out / f"{order:03}-{PEER}"
-            outcome.against = run_peer(outcome, against.extra, options, peer_out)
+            outcome.against = run_peer(outcome, peer_args, options, peer_out)
         # The reason is printed once, under the table.
         summary = outcome.status if outcome.reason else _brief(outcome, options)
         console.print(
@@ -174,12 +172,14 @@ def run_all(
 
 
 def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> None:
-    """Read the traces of a run and, if asked, measure the floors of its classes on the now idle
-    device."""
+    """Add the breakdown of a run's traces to the run's outcome.
+
+    `with_ceiling`: also measure the ceiling on the idle device.
+    """
     run = Path(outcome.directory) / "run"
     try:
         outcome.breakdown = read_breakdown(run / "trace").as_json()
-    except DataError as error:  # the run's times are valid without it
+    except DataError as error:  # the step times are valid without a breakdown
         outcome.breakdown = {"unread": one_line(str(error))}
         return
     if not with_ceiling:
@@ -197,7 +197,7 @@ def add_breakdown(outcome: Outcome, options: Options, with_ceiling: bool) -> Non
 
 
 def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print the step budget of each point's first run."""
+    """Print the breakdown of each point's first run."""
     for outcome in outcomes:
         if outcome.repeat or not outcome.breakdown:
             continue
@@ -216,8 +216,9 @@ def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
         elif floors:
             limit = sum(ceiling(found.mean, floors).values())
             console.print(
-                f"ceiling: {limit:.4g} ms, measured without overlap on {measured['device']}; "
-                f"the profiled step is at {limit / found.mean.step:.1%} of its speed",
+                f"ceiling: {limit:.4g} ms per step, measured without overlap on "
+                f"{measured['device']}; the profiled steps are at {limit / found.mean.step:.1%} of "
+                "that speed",
                 markup=False,
                 soft_wrap=True,
             )
@@ -256,15 +257,18 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
-def _against(given: argparse.Namespace) -> PeerComparison | None:
+def _peer_args(given: argparse.Namespace) -> list[str] | None:
     if given.against is None:
         if given.peer_args:
-            raise ConfigError("--peer-args needs --against")
+            raise ConfigError(f"--peer-args has no effect without --against; add --against {PEER}")
         return None
     if given.steps < LOG_STEPS:
-        raise ConfigError(f"--steps {given.steps} with --against: use at least {LOG_STEPS}")
+        raise ConfigError(
+            f"--steps {given.steps}: --against needs {LOG_STEPS} timed steps or more; use "
+            f"--steps {LOG_STEPS} or more"
+        )
     require()
-    return PeerComparison(shlex.split(given.peer_args))
+    return shlex.split(given.peer_args)
 
 
 def _count(text: str) -> int:
@@ -278,7 +282,7 @@ def bench_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="dtron bench",
         description="Measure a run's speed, for every combination of settings. "
-        "`dtron bench kernels` measures kernels alone.",
+        "`dtron bench kernels` measures single kernels.",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's TOML file")
     parser.add_argument(
@@ -290,13 +294,13 @@ def bench_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nproc-per-node", type=_count, metavar="N", help="ranks (default: all GPUs, or 1)")
     add("--steps", type=_count, default=20, metavar="N", help="timed steps (default: 20)")
-    add("--warmup", type=_count, default=5, metavar="N", help="steps before (default: 5)")
-    add("--repeat", type=_count, default=1, metavar="N", help="run all points N times, in turn")
+    add("--warmup", type=_count, default=5, metavar="N", help="untimed first steps (default: 5)")
+    add("--repeat", type=_count, default=1, metavar="N", help="run all points N times (default: 1)")
     add("--timeout", type=float, default=1800.0, metavar="S", help="time limit of a run in seconds")
-    add("--fresh-cache", action="store_true", help="start each run without compiled graphs")
-    add("--no-profile", action="store_true", help="measure no communication, on GPUs")
-    add("--breakdown", action="store_true", help="show where a step's time goes, and its ceiling")
-    add("--against", choices=[PEER], help="run a peer on the same work behind each run")
-    add("--peer-args", default="", metavar="ARGS", help="arguments added to the peer's, quoted")
-    add("--out", metavar="DIR", help="where logs and bench.json go (default: runs/bench/TIME)")
+    add("--fresh-cache", action="store_true", help="start each run with an empty compile cache")
+    add("--no-profile", action="store_true", help="on GPUs, do not measure communication")
+    add("--breakdown", action="store_true", help="show the step time by class, and a lower bound")
+    add("--against", choices=[PEER], help="after each run, run this framework on equal work")
+    add("--peer-args", default="", metavar="ARGS", help="extra arguments for the peer, in quotes")
+    add("--out", metavar="DIR", help="folder of logs and bench.json (default: runs/bench/TIME)")
     return parser

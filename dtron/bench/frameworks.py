@@ -1,22 +1,21 @@
-"""torchtitan beside dtron: the same model, tokens, precision and recomputation on the same GPUs.
+"""Comparison with torchtitan: the same model, tokens, dtype and recomputation on the same GPUs.
 
-A config is said in the peer's words (what has no equal there is refused), its log is read, and
-which facts its log shows, so that equality is asserted from what both runs say of themselves and
-not from what was asked for:
+A config is translated to torchtitan's flags; settings without an equivalent are refused. To check
+that both runs trained in the same way, metadata that the runs report are compared, not settings:
 
-    parameters      all of the model, a tied weight once
+    parameters      of the whole model; a tied weight counts once
     tokens_a_step   over all ranks
-    seq_len         tokens a sequence
+    seq_len         tokens per sequence
     dtype           of computation
     recompute       mode
 
-Speeds are compared over windows of as many steps as the peer logs at once: median of the windows
-on both sides. dtron logs as often, so that in each window both wait for the device once. Figures of
-FLOPs are not used; tokens a second are. Both get the variables of the point's environment.
+Speeds are medians of tokens per second over windows of LOG_STEPS steps, torchtitan's log interval.
+dtron logs at the same interval, so that both wait for the device once per window. Both runs get the
+environment variables of the point.
 
-torchtitan: flags, log lines and models of release 0.2.2. Its log says "Mixed precision training is
-disabled" where it computes in float32 whatever was asked for, and the size that it logs lacks the
-embedding where that is tied to the head (it is left out of a sum that had it once already).
+Flags, log lines and models are those of torchtitan 0.2.2. If torchtitan logs "Mixed precision
+training is disabled", it computes in `training.dtype`. Its logged number of parameters excludes an
+embedding that is tied to the head, since torchtitan subtracts it from a sum that counts it once.
 """
 
 import importlib.util
@@ -35,29 +34,30 @@ from rich.table import Table
 from dtron.bench.report import step_seconds
 from dtron.bench.run import Options, Outcome, launch, one_line, shell_command, torchrun
 from dtron.config import RunConfig, fields
+from dtron.data.corpus.documents import Reading
 from dtron.data.sources import CORPORA
 from dtron.errors import ConfigError
 
 PEER, RELEASE = "torchtitan", "0.2.2"
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _CONFIG = "config.json"
-"""Where in its directory it writes its resolved config."""
+"""File in the run's directory to which torchtitan writes its resolved config."""
 Facts = dict[str, Any]
 _CHARACTERS = 10**7
 
 
 @dataclass(frozen=True)
 class PeerRun:
-    """What a peer's log shows."""
+    """Results of a torchtitan run, from its log."""
 
     facts: Facts
     speeds: list[float]
-    """Tokens a second and device, of each window behind the warm-up."""
+    """Tokens per second and device in each window after the warm-up."""
     memory_gib: float
 
 
 def dtron_facts(outcome: Outcome) -> Facts:
-    """The same facts of a run of dtron, from its run.json and resolved config."""
+    """Return the compared metadata of a dtron run, from its run.json and resolved config."""
     config = RunConfig.of(outcome.config)
     return {
         "parameters": outcome.facts["parameters"],
@@ -69,26 +69,26 @@ def dtron_facts(outcome: Outcome) -> Facts:
 
 
 def recompute_name(config: RunConfig) -> str:
-    """The mode, with `every` where it is not each block."""
+    """Return the recompute mode, with `every` if only every n-th block recomputes."""
     mode, every = config.recompute.mode, config.recompute.every
     return mode if every == 1 or mode == "none" else f"{mode}, every {every}"
 
 
 def unequal(own: Facts, theirs: Facts) -> list[str]:
-    """Each fact that differs, in words; empty where the two do the same work."""
+    """Return a line for each metadata entry that differs between the runs; empty: all are equal."""
     return [
-        f"{name}: {own[name]} against {theirs.get(name)}"
+        f"{name}: {own[name]} in dtron, {theirs.get(name)} in {PEER}"
         for name in own
         if own[name] != theirs.get(name)
     ]
 
 
 def window_speeds(seconds: Sequence[float], window: int, tokens: float) -> list[float]:
-    """Tokens a second of windows of steps; an incomplete last window is left out.
+    """Return the tokens per second of each full window of `window` steps.
 
     Args:
-        seconds: of each step.
-        tokens: a step and device.
+        seconds: time of each step.
+        tokens: tokens per step and device.
     """
     starts = range(0, len(seconds) - window + 1, window)
     return [tokens * window / sum(seconds[i : i + window]) for i in starts]
@@ -97,7 +97,7 @@ def window_speeds(seconds: Sequence[float], window: int, tokens: float) -> list[
 # -- torchtitan ------------------------------------------------------------------------------------
 
 LOG_STEPS = 5
-"""Steps that torchtitan's log rows are means of."""
+"""Steps per row of torchtitan's log; a row has the mean of these steps."""
 
 _TITAN_MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "llama": ("llama3", {"8b": "8B", "70b": "70B", "405b": "405B"}),
@@ -106,7 +106,7 @@ _TITAN_MODELS: dict[str, tuple[str, dict[str, str]]] = {
         {size: size.upper() for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
     ),
 }
-# Keys without an equal, which have to keep their default.
+# Keys without an equivalent in torchtitan; they must have their default.
 _TITAN_LACKS = (
     "parallel.cp_method",
     "parallel.pp_layout",
@@ -122,6 +122,7 @@ _TITAN_LACKS = (
     "optim.name",
     "optim.moments",
     "recompute.first",
+    "recompute.modules",
     "recompute.offload",
     "float8.recipe",
     "compile.backend",
@@ -136,10 +137,13 @@ _TITAN_DEGREES = {
 
 
 def titan_arguments(config: RunConfig, ranks: int, options: Options, directory: Path) -> list[str]:
-    """A config in torchtitan's words.
+    """Return the arguments of torchrun that run torchtitan with a config's settings.
 
-    How parameters are sharded in time (`parallel.zero`) is left at torchtitan's default: it is a
-    choice of layout, as any flag that --peer-args adds.
+    `parallel.zero` is not translated: torchtitan's resharding keeps its default, unless --peer-args
+    sets it.
+
+    Raises:
+        ConfigError: torchtitan has no equivalent of a setting.
     """
     _refuse_unequal(config)
     name, sizes = _TITAN_MODELS[config.model.name]
@@ -161,7 +165,7 @@ def titan_arguments(config: RunConfig, ranks: int, options: Options, directory: 
         "job.dump_folder": directory,
         "job.save_config_file": _CONFIG,
     }
-    if degrees["pp"] > 1:  # there a step is one local batch, cut into micro-batches
+    if degrees["pp"] > 1:  # with PP, torchtitan splits one local batch into micro-batches
         local = train.global_batch // (degrees["dp_replicate"] * degrees["dp_shard"])
         flags["parallelism.pipeline_parallel_microbatch_size"] = train.micro_batch
         flags["parallelism.pipeline_parallel_schedule"] = config.parallel.schedule
@@ -176,17 +180,17 @@ def titan_arguments(config: RunConfig, ranks: int, options: Options, directory: 
 
 
 def _refuse_unequal(config: RunConfig) -> None:
-    """Raise for what torchtitan has no equal of."""
+    """Raise ConfigError if torchtitan has no equivalent of a setting."""
     name, size = config.model.name, config.model.size
     known = {name: list(sizes) for name, (_, sizes) in _TITAN_MODELS.items()}
     if size not in known.get(name, []):
         raise ConfigError(
-            f"model {name} {size} is not one that torchtitan has too; use one of {known}"
+            f"model.name = {name!r} with model.size = {size!r} is not in torchtitan; use {known}"
         )
     if config.model.override:
         raise ConfigError(
-            f"model.override = {config.model.override}: torchtitan's {name} {size} is fixed; "
-            "leave it out"
+            f"model.override = {config.model.override} has no equivalent in torchtitan's {name} "
+            f"{size}; leave it out"
         )
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key in _TITAN_LACKS:
@@ -194,20 +198,22 @@ def _refuse_unequal(config: RunConfig) -> None:
         value = getattr(getattr(config, section), field_name)
         if value != defaults[key]:
             raise ConfigError(
-                f"{key} = {value!r} has no equal in torchtitan; use {defaults[key]!r}"
+                f"{key} = {value!r} has no equivalent in torchtitan; use {defaults[key]!r}"
             )
     if name == "qwen3" and config.parallel.pp > 1:
-        raise ConfigError(f"parallel.pp = {config.parallel.pp}: torchtitan's qwen3 has no pipeline")
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp}: torchtitan's qwen3 has no pipeline; use 1"
+        )
     if config.recompute.mode in ("attention", "selective"):
         raise ConfigError(
-            f'recompute.mode = "{config.recompute.mode}": torchtitan keeps other results, so the '
-            'two would do different work; use "none" or "full"'
+            f'recompute.mode = "{config.recompute.mode}": torchtitan saves other activations, so '
+            'that both would do different work; use "none" or "full"'
         )
 
 
 def _titan_recompute(config: RunConfig) -> dict[str, Any]:
     if config.recompute.mode == "full" and config.recompute.every > 1:
-        every = config.recompute.every  # its "selective" with a number recomputes each n-th block
+        every = config.recompute.every  # "selective" with a number n recomputes every n-th block
         option = "activation_checkpoint.selective_ac_option"
         return {"activation_checkpoint.mode": "selective", option: every}
     return {"activation_checkpoint.mode": config.recompute.mode}
@@ -221,11 +227,11 @@ _TITAN_RECOMPUTE = re.compile(r"Applied (\w+) activation checkpointing")
 
 
 def read_titan(log: str, resolved: dict[str, Any], warmup: int) -> PeerRun:
-    """Read torchtitan's log; facts that it does not show are missing.
+    """Read torchtitan's log; metadata that the log lacks is left out.
 
     Args:
-        resolved: its config, as it wrote it.
-        warmup: rows count whose steps all lie behind it.
+        resolved: the resolved config that torchtitan wrote.
+        warmup: number of warm-up steps; log rows that include one of them do not count.
     """
     log = _COLOURS.sub("", log)
     facts: Facts = {"dtype": resolved["training"]["mixed_precision_param"]}
@@ -247,7 +253,7 @@ def read_titan(log: str, resolved: dict[str, Any], warmup: int) -> PeerRun:
 
 
 def _titan_tied(log: str) -> int:
-    """Parameters of an embedding that is tied to the head, by the model's arguments in the log."""
+    """Return the number of parameters of a tied embedding, from the log; 0: not tied."""
     if not re.search(r'"enable_weight_tying": true', log):
         return 0
     sizes = [re.search(rf'"{name}": (\d+)', log) for name in ("vocab_size", "dim")]
@@ -255,7 +261,7 @@ def _titan_tied(log: str) -> int:
 
 
 def write_titan_data(directory: Path, texts: Sequence[str]) -> None:
-    """Documents and a byte-level tokenizer in the files that torchtitan reads."""
+    """Write documents and a byte-level tokenizer to the files that torchtitan reads."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
@@ -280,33 +286,33 @@ def write_titan_data(directory: Path, texts: Sequence[str]) -> None:
 
 
 def require() -> None:
-    """Raises ConfigError if the peer is not installed."""
+    """Raise ConfigError if torchtitan is not installed."""
     if importlib.util.find_spec(PEER) is None:
         raise ConfigError(
-            f"--against {PEER}: it is not installed in this environment; "
-            f"pip install {PEER}=={RELEASE}"
+            f"--against {PEER}: {PEER} is not installed in this environment; "
+            f"run pip install {PEER}=={RELEASE}"
         )
 
 
 @dataclass
 class Comparison:
-    """One pair of runs."""
+    """Result of a pair of runs, one of dtron and one of the peer."""
 
     peer: str
     own: Facts
     theirs: Facts
     differs: list[str]
-    """Facts that are not equal: then there is no ratio."""
+    """Why the runs cannot be compared, one line per reason; if not empty, `ratio` is None."""
     own_speed: float = 0.0
-    """Median of the windows' tokens a second and device."""
+    """Median over windows of the tokens per second and device."""
     peer_speed: float = 0.0
     ratio: float | None = None
-    """dtron over the peer."""
+    """own_speed / peer_speed."""
     peer_memory_gib: float = 0.0
 
 
 def refusal(config: RunConfig, options: Options) -> str:
-    """Why the peer cannot do the same work, or an empty string."""
+    """Return why torchtitan cannot run the same training; empty: torchtitan can."""
     try:
         titan_arguments(config, options.ranks, options, Path())
     except ConfigError as error:
@@ -315,8 +321,11 @@ def refusal(config: RunConfig, options: Options) -> str:
 
 
 def config_for_peer(own: Outcome) -> RunConfig:
-    """What a run did, without what it chose for itself and the peer has no equal for: such choices
-    change how the same numbers are computed."""
+    """Return the config of a dtron run to translate to torchtitan's flags.
+
+    It is the run's resolved config, in which automatic choices that torchtitan lacks are reset to
+    their default. These choices change the speed, not the results.
+    """
     config, defaults = RunConfig.of(own.config), {key: d for key, d, _ in fields(RunConfig)}
     for key in own.facts.get("automatic", {}).keys() & {*_TITAN_LACKS}:
         section, name = key.split(".")
@@ -327,12 +336,12 @@ def config_for_peer(own: Outcome) -> RunConfig:
 def run_peer(
     own: Outcome, extra: Sequence[str], options: Options, directory: Path
 ) -> dict[str, Any]:
-    """Run a peer on what a run of dtron did, and set them against each other.
+    """Run torchtitan with the settings of a dtron run, and compare both runs.
 
     Args:
-        extra: arguments that the user adds.
+        extra: arguments of --peer-args.
     Returns:
-        `run`, how the peer's run ended, and, if it ended well, `comparison`.
+        `run`, the outcome of torchtitan's run, and, if it succeeded, `comparison`.
     """
     config = config_for_peer(own)
     arguments = [*titan_arguments(config, options.ranks, options, directory.absolute()), *extra]
@@ -342,23 +351,29 @@ def run_peer(
     write_titan_data(directory, documents(config))
     log = launch(outcome, arguments, environment, options, directory)
     if outcome.status != "ok":
-        return {"run": outcome.as_json()}
+        return {"run": asdict(outcome)}
     try:
         outcome.config = json.loads((directory / _CONFIG).read_text())
         run = read_titan(log, outcome.config, options.warmup)
-    except (OSError, ValueError, KeyError) as error:  # as of a release that writes others
-        why = f"its files cannot be read: {type(error).__name__}: {error}"
+    except (OSError, ValueError, KeyError) as error:  # a release may use another format
+        why = f"{PEER}'s config or log cannot be read: {type(error).__name__}: {error}"
         outcome.status, outcome.reason = "failed", one_line(why)
-        return {"run": outcome.as_json()}
+        return {"run": asdict(outcome)}
     found = compare(own, run, step_seconds(own)[options.timed])
-    return {"run": outcome.as_json(), "comparison": asdict(found)}
+    return {"run": asdict(outcome), "comparison": asdict(found)}
 
 
 def documents(config: RunConfig) -> list[str]:
-    """Text of the run's own data for the peer to read, again and again: the first 10 million
-    characters, or fewer."""
+    """Return the first documents of the run's data, up to about 10 million characters.
+
+    torchtitan reads them repeatedly. Raises ConfigError: the data source has no texts.
+    """
+    if config.data.source not in CORPORA:
+        raise ConfigError(
+            f"data.source = {config.data.source!r}: {PEER} needs texts; use data.source=files"
+        )
     texts, length = [], 0
-    for text in CORPORA[config.data.source](config.data).texts():
+    for text in CORPORA[config.data.source](config.data).documents(Reading(config.data)):
         texts.append(text)
         length += len(text)
         if length >= _CHARACTERS:
@@ -367,11 +382,12 @@ def documents(config: RunConfig) -> list[str]:
 
 
 def compare(outcome: Outcome, run: PeerRun, seconds: Sequence[float]) -> Comparison:
-    """Set a pair of runs against each other; without a ratio where they did different work.
+    """Compare a run of dtron with a run of torchtitan; no ratio if the runs' metadata differ.
 
     Args:
-        outcome: of dtron.
-        seconds: its timed steps.
+        outcome: outcome of dtron's run.
+        run: results of the peer's run.
+        seconds: times of the timed steps of dtron's run.
     """
     own = dtron_facts(outcome)
     found = Comparison(PEER, own, run.facts, unequal(own, run.facts))
@@ -388,7 +404,7 @@ def compare(outcome: Outcome, run: PeerRun, seconds: Sequence[float]) -> Compari
 
 
 def print_comparisons(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Both resolved configs of each point, a row for each pair, and the median of ratios."""
+    """Print both resolved configs of each point, a row per pair, and the median of ratios."""
     pairs = [outcome for outcome in outcomes if "comparison" in outcome.against]
     for outcome in pairs:
         if outcome.repeat == 0:

@@ -1,4 +1,4 @@
-"""Set operations on times, as sorted lists of disjoint (begin, end)."""
+"""Set operations on time intervals: sorted lists of disjoint (begin, end)."""
 
 from collections.abc import Iterable
 from math import inf
@@ -8,7 +8,7 @@ Intervals = list[Interval]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Merge intervals into disjoint ones; empty ones are dropped."""
+    """Merge intervals into disjoint intervals; empty intervals are dropped."""
     joined: Intervals = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if joined and begin <= joined[-1][1]:
@@ -19,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """Return the times in both."""
+    """Return the times that are in both lists."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -33,7 +33,7 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
-    """Return the times in the first but not in the second."""
+    """Return the times that are in the first list but not in the second."""
     begins = [-inf, *(end for _, end in second)]
     ends = [*(begin for begin, _ in second), inf]
     return intersection(first, list(zip(begins, ends, strict=True)))

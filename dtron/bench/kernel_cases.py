@@ -1,6 +1,6 @@
-"""Problems of `dtron bench kernels`: references, and the kernels that compute the same.
+"""Problems of `dtron bench kernels`: computations, each with a reference and kernels.
 
-A new kernel adds a row, a new kind of kernel a problem.
+To add a kernel of a problem, add a KernelRow; to add a computation, add a Problem.
 """
 
 import importlib.util
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dtron.float8.casting import dequantize, quantize, scale_of
+from dtron.float8.casting import dequantize, quantize
 from dtron.float8.recipes import RECIPES
+from dtron.float8.scales import scale_of
 from dtron.kernels.adamw import Rates, adamw_
 from dtron.kernels.attention import KERNELS, Score
 from dtron.kernels.float8 import (
@@ -34,10 +35,10 @@ from dtron.models.attention import AttentionNeeds
 
 Tensors = Sequence[Tensor]
 Inputs = Sequence[Any]
-"""Inputs of a kernel, which it gets as separate arguments: tensors, or lists of them."""
+"""Arguments of a kernel: tensors, or lists of tensors."""
 Shape = tuple[int, ...]
 Figures = tuple[float, ...]
-"""One number per part of the problem."""
+"""One number per part of a problem (`Problem.parts`)."""
 
 
 def _seeded(device: torch.device) -> torch.Generator:
@@ -45,34 +46,34 @@ def _seeded(device: torch.device) -> torch.Generator:
 
 
 def _normal(dtype: torch.dtype, device: torch.device, *shapes: Shape) -> list[Tensor]:
-    """Values of one seed, drawn in float32."""
+    """Draw normal values in float32 with a fixed seed, and cast them to `dtype`."""
     generator = _seeded(device)
     return [torch.randn(x, generator=generator, device=device).to(dtype) for x in shapes]
 
 
 def _by_autograd(outputs: Tensors, *inputs: Tensor) -> Tensors:
-    """Gradients of the inputs that require one; the first output's gradient is the last input."""
+    """Return the gradients of inputs that require grad; the last input is outputs[0]'s gradient."""
     wanted = [x for x in inputs if x.requires_grad]
     return torch.autograd.grad(outputs[0], wanted, inputs[-1], retain_graph=True)
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel of a problem."""
+    """One implementation of a problem: its name, forward, and backward."""
 
     name: str
     forward: Callable[..., Tensors]
     """Inputs -> outputs."""
     backward: Callable[..., Tensors] | None = None
-    """(outputs, then the inputs) -> gradients; the first output's gradient is the last input. None
-    if the problem has one part."""
+    """(outputs, *inputs) -> gradients; the last input is the gradient of outputs[0]. None: the
+    problem has one part."""
     unavailable: Callable[[torch.device, torch.dtype, Shape], str | None] = lambda *_: None
-    """Reason why the kernel cannot run on a device, or None."""
+    """(device, dtype, shape) -> why the kernel cannot run; None: it can."""
     inputs: Callable[..., Inputs] = lambda *drawn: drawn
-    """Maps drawn inputs to the kernel's inputs; copies those that it writes to."""
+    """Drawn inputs -> the kernel's inputs; tensors that the kernel writes to are copied."""
 
     def calls(self, drawn: Inputs) -> tuple[Inputs, Tensors, list[Callable[[], Tensors]]]:
-        """Its inputs, the outputs of a first forward, and a call of each part to be timed."""
+        """Return (inputs, outputs of a first forward, one function per timed part)."""
         inputs, backward = self.inputs(*drawn), self.backward
         outputs = self.forward(*inputs)
         calls = [lambda: self.forward(*inputs)]
@@ -83,20 +84,20 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class Problem:
-    """A computation with its reference and kernels."""
+    """A computation to benchmark, with its reference and the kernels to compare."""
 
     modules: tuple[str, ...]
-    """Files of dtron/kernels that it times."""
+    """Files of dtron/kernels with the timed kernels."""
     dims: str
-    """Meaning of a shape's numbers."""
+    """Meaning of the numbers of a shape."""
     shapes: Mapping[str, Shape]
     """Default shape by device type."""
     draw: Callable[[Shape, torch.dtype, torch.device], Inputs]
-    """Draws the inputs, and the first output's gradient if there is a backward."""
+    """Draws the inputs; the last one is the first output's gradient if there is a backward."""
     flops: Callable[[Shape], Figures]
-    """Operations."""
+    """Floating-point operations of each part."""
     n_bytes: Callable[..., Figures]
-    """Bytes read and written, from a kernel's inputs."""
+    """A kernel's inputs -> bytes that each part reads and writes."""
     rows: tuple[KernelRow, ...]
     reference: str = "formula"
     parts: tuple[str, ...] = ("forward", "backward")
@@ -134,15 +135,24 @@ def _draw_attention(shape: Shape, dtype: torch.dtype, device: torch.device) -> T
 
 
 def _attention_flops(shape: Shape) -> Figures:
-    """FLOPs of two matmuls over half of the square; five in the backward, which recomputes
-    scores."""
+    """Return the FLOPs of attention over the causal half of the scores.
+
+    The forward has two matmuls; the backward has five, because it recomputes the scores.
+    """
     batch, length, heads, _, size = shape
     product = 2 * batch * heads * size * length**2 / 2
     return 2 * product, 5 * product
 
 
 def _attention_bytes(q: Tensor, k: Tensor, *_: Tensor) -> Figures:
-    """Bytes: q, k, v -> out and log-sum-exp; with both and out's gradient -> three gradients."""
+    """Return the bytes that attention reads and writes.
+
+    Forward: q, k, v, out, log-sum-exp. Backward: all of these, the gradient of out, and the
+    gradients of q, k and v.
+
+    Forward: q, k, v, out, log-sum-exp. Backward: all of these, the gradient of out, and the
+    gradients of q, k and v.
+    """
     lse = q.numel() // q.shape[-1] * 4
     forward = 2 * q.nbytes + 2 * k.nbytes + lse
     return forward, forward + 2 * q.nbytes + 2 * k.nbytes
@@ -152,12 +162,14 @@ def _attention_bytes(q: Tensor, k: Tensor, *_: Tensor) -> Figures:
 
 # Inputs are lists: parameters, gradients, first and second moments, and counts of updates.
 _RATES = Rates(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-_UPDATES = 9.0  # before the first that is timed
+_UPDATES = 9.0  # optimizer steps before the timed one
 
 
 def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Draw inputs; parameters are as small as an update, so that rounding errors of updates
-    show."""
+    """Draw the inputs of AdamW.
+
+    Parameters are as small as an update, so that rounding errors are visible.
+    """
     count, size = shape
     generator = _seeded(device)
 
@@ -171,7 +183,7 @@ def _draw_adamw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Input
 
 
 def _own_state(moments: torch.dtype) -> Callable[..., Inputs]:
-    """Copy all updated tensors, with moments in the given dtype; gradients are shared."""
+    """Return a function that copies all inputs except gradients, and casts moments to a dtype."""
 
     def inputs(
         parameters: Tensors, gradients: Tensors, firsts: Tensors, squares: Tensors, counts: Tensors
@@ -188,7 +200,7 @@ def _own_state(moments: torch.dtype) -> Callable[..., Inputs]:
 
 
 def _formula(*inputs: list[Tensor]) -> Tensors:
-    """The update's formula (dtron/kernels/adamw.py), one operator at a time."""
+    """Update with the formula of dtron/kernels/adamw.py, one operator at a time."""
     beta1, beta2 = _RATES.beta1, _RATES.beta2
     for p, g, m, v, t in zip(*inputs, strict=True):
         t.add_(1)
@@ -216,15 +228,18 @@ def _dtron_adamw(*inputs: list[Tensor]) -> Tensors:
 
 
 def _needs_triton(device: torch.device, _dtype: torch.dtype, _shape: Shape) -> str | None:
-    """Reason why there is no Triton kernel: on a CPU `adamw_` is the formula."""
+    """Return why Triton kernels cannot run; None: they can."""
     if device.type != "cuda":
         return "needs a CUDA device"
     return None if importlib.util.find_spec("triton") else "needs the package triton"
 
 
 def _adamw_bytes(parameters: Tensors, gradients: Tensors, *moments: Tensors) -> Figures:
-    """Bytes: gradients are read once, parameters and moments are read and written; 28 per element,
-    20 with bfloat16 moments."""
+    """Return the bytes that an AdamW update reads and writes.
+
+    Gradients are read once; parameters and moments are read and written. Per element these are 28
+    bytes, or 20 with bfloat16 moments.
+    """
     firsts, squares, _ = moments
     state = sum(x.nbytes for x in (*parameters, *firsts, *squares))
     return (2.0 * state + sum(x.nbytes for x in gradients),)
@@ -249,18 +264,18 @@ _GRADIENT = RECIPES["tensorwise"].grad_input.left
 
 
 def _draw_matrix(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw a matrix and its scale."""
+    """Draw a matrix and compute its float8 scale."""
     (x,) = _normal(dtype, device, shape)
     return [x, scale_of(x.abs().amax().view(1, 1), _GRADIENT)]
 
 
 def _cast_formula(x: Tensor, scale: Tensor) -> Tensors:
-    """Cast a matrix, plain and transposed."""
+    """Return a matrix in float8, plain and transposed."""
     done = quantize(x, _GRADIENT, scale=scale).data
     return done, done.t().contiguous()
 
 
-# Inputs are gate, up, and the gradient of their gated product.
+# Inputs are gate, up, and the gradient of silu(gate) * up.
 
 
 def _gated_formula(gate: Tensor, up: Tensor, _: Tensor) -> Tensors:
@@ -269,7 +284,7 @@ def _gated_formula(gate: Tensor, up: Tensor, _: Tensor) -> Tensors:
 
 
 def _gated_formula_backward(outputs: Tensors, *inputs: Tensor) -> Tensors:
-    """Gradients of gate and up, and the transposed output."""
+    """Return the gradients of gate and up and the transposed output, in float8."""
     gate, up, grad = (x.float() for x in inputs)
     s = gate.sigmoid()
     both = (grad * up * s * (1 + gate * (1 - s)), grad * gate * s)
@@ -289,21 +304,29 @@ def _gated_kernel_backward(outputs: Tensors, *inputs: Tensor) -> Tensors:
 
 
 def _gated_flops(shape: Shape) -> Figures:
-    """FLOPs per element: 6 for the output and its cast; 20 for both gradients, the output and their
-    casts."""
+    """Return the FLOPs of the gated unit.
+
+    Per element, the forward has 6 for the output and its cast; the backward has 20 for both
+    gradients, the recomputed output and the casts of all three.
+
+    Per element, the forward has 6 for the output and its cast; the backward has 20 for both
+    gradients, the recomputed output and the casts of all three.
+    """
     size = shape[0] * shape[1]
     return 6.0 * size, 20.0 * size
 
 
 def _gated_bytes(gate: Tensor, up: Tensor, grad: Tensor) -> Figures:
-    """Bytes: inputs are read twice, for the maximum and for the cast; each result takes one byte
-    per element."""
+    """Return the bytes that the gated unit reads and writes.
+
+    Inputs are read twice, for the maximum and for the cast; a result has one byte per element.
+    """
     forward = 2.0 * (gate.nbytes + up.nbytes)
     return forward + gate.numel(), forward + 2 * grad.nbytes + 3 * gate.numel()
 
 
 def _carried_formula(x: Tensor) -> Tensors:
-    """Cast to float8 and back by `quantize` with the same tiles, in the dtype of the inputs."""
+    """Cast to float8 and back to the dtype of x, with the same tiles as the kernel."""
     cast = RECIPES["blockwise"].output.left
     return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
 
@@ -312,8 +335,10 @@ def _carried_formula(x: Tensor) -> Tensors:
 
 
 def _draw_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw rows, the destination of each copy, the inverse permutation, and the copies'
-    gradient."""
+    """Draw tokens and their permutation by expert (`kernels/permute.py`).
+
+    Return the tokens, the slot of each row, the row of each slot, and the gradient of the rows.
+    """
     tokens, width, k = shape
     order = torch.randperm(tokens * k, generator=_seeded(device), device=device)
     x, grad = _normal(dtype, device, (tokens, width), (tokens * k, width))
@@ -337,8 +362,10 @@ def _repeated(x: Tensor, order: Tensor, inverse: Tensor, _: Tensor) -> Tensors:
 
 
 def _peers(float8: bool) -> Problem:
-    """Rows in the drawn dtype, or in float8. Inputs are rows of each rank (here all on one device),
-    slots of the result's rows, addresses, and a row in the result's width and dtype."""
+    """Make the problem that gathers rows from several ranks, in the drawn dtype or in float8.
+
+    Inputs: rows of all ranks (here on one device), slot of each result row, address of each rank's
+    rows, and a row with the width and dtype of the result."""
 
     def draw(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
         ranks, rows, width = shape
@@ -359,12 +386,12 @@ def _peers(float8: bool) -> Problem:
         return [out]
 
     def n_bytes(sent: Tensor, slots: Tensor, _: Tensor, row: Tensor) -> Figures:
-        """Bytes of rows read and of rows written."""
+        """Return the bytes of rows that are read and written."""
         return (float(len(slots) * (sent[0, 0].nbytes + row.nbytes)),)
 
     return Problem(
         modules=("peer_gather", "peer_gather_triton", *(["float8_rows"] if float8 else [])),
-        dims="ranks, rows of each and of the result, width",
+        dims="ranks, rows per rank and of the result, width",
         shapes={"cuda": (4, 98304, 2048), "cpu": (4, 512, 64)},
         draw=draw,
         flops=lambda _shape: (0.0,),
@@ -382,7 +409,7 @@ def _peers(float8: bool) -> Problem:
 
 
 def _draw_experts(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Draw rows, equally many per expert, matrices, offsets, and the output's gradient."""
+    """Draw rows (equally many per expert), matrices, end offsets, and the output's gradient."""
     rows, experts, inward, outward = shape
     sizes = ((rows, inward), (experts, outward, inward), (rows, outward))
     x, weight, grad = _normal(dtype, device, *sizes)
@@ -408,7 +435,7 @@ def _experts_flops(shape: Shape) -> Figures:
 
 
 def _experts_bytes(x: Tensor, weight: Tensor, _: Tensor, grad: Tensor) -> Figures:
-    """Bytes of operands and results, once each."""
+    """Return bytes; each operand and result counts once."""
     forward = float(x.nbytes + weight.nbytes + grad.nbytes)
     return forward, forward + x.nbytes + weight.nbytes
 
@@ -426,11 +453,11 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "adamw": Problem(
         modules=("adamw", "adamw_triton"),
-        dims="tensors, elements of each",
+        dims="tensors, elements per tensor",
         # 32 of Llama-3-8B's matrices of 4096 x 14336, each split over 4 GPUs: 470 M elements.
         shapes={"cuda": (32, 4096 * 14336 // 4), "cpu": (4, 2**20)},
         draw=_draw_adamw,
-        # Per element 3 for the first moment, 4 for the second, 8 for the parameter.
+        # FLOPs per element: 3 for the first moment, 4 for the second, 8 for the parameter.
         flops=lambda shape: (15.0 * shape[0] * shape[1],),
         n_bytes=_adamw_bytes,
         rows=(
@@ -445,8 +472,8 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "sums": Problem(
         modules=("sums", "sums_triton"),
-        dims="ranks, elements of each",
-        # A block of Llama-3-8B over 2 GPUs.
+        dims="ranks, elements per rank",
+        # Parameters of a block of Llama-3-8B, sharded over 2 GPUs.
         shapes={"cuda": (2, 109_056_000), "cpu": (2, 2**18)},
         draw=lambda shape, dtype, device: _normal(dtype, device, shape),
         flops=lambda shape: (float(shape[0] * shape[1]),),
@@ -485,11 +512,11 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "permute": Problem(
         modules=("permute", "permute_triton"),
-        dims="tokens, width, experts of each",
+        dims="tokens, width, experts per token",
         shapes={"cuda": (16384, 2048, 6), "cpu": (512, 64, 2)},
         draw=_draw_rows,
         flops=lambda shape: (0.0, float(shape[0] * shape[1] * shape[2])),
-        # Rows and their copies; index tensors are negligible.
+        # Tokens and their copies; index tensors are negligible.
         n_bytes=lambda x, _order, _inverse, grad: (float(x.nbytes + grad.nbytes),) * 2,
         reference="indexing",
         rows=(

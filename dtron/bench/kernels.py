@@ -1,16 +1,16 @@
-"""Benchmark single kernels: time, error and limit of every kernel in dtron/kernels, by part:
-forward and backward, or an optimizer's update.
+"""Benchmark single kernels: time, error and device limit of every kernel in dtron/kernels.
 
-A problem (kernel_cases.py) has a reference in plain PyTorch, the minimum of operations and bytes,
-and rows: the kernels that compute it. Each row is compared with
+A problem (kernel_cases.py) has a reference in plain PyTorch, kernels that compute the same, and the
+minimum numbers of operations and bytes of each part, such as forward and backward. A kernel is
+compared with
 
     the reference             in eager mode, and under torch.compile
-    the device's limit        the larger of operations / measured rate of a square matmul and bytes
-                              / measured rate of a copy (measure.py)
+    the device's limit        max(operations / measured FLOP/s of a square matmul, bytes / measured
+                              bytes per second of a copy) (measure.py)
 
-Bytes count each input once and each output once; tensors updated in place count twice. Error is |x
-- reference| / |reference| over outputs, or over gradients, in the dtype of the inputs; for an
-in-place update, over the result of the first call.
+Each input and each output counts once in the bytes; tensors updated in place count twice. The error
+is |x - reference| / |reference| over outputs, or over gradients. The reference computes in the
+dtype of the inputs. For an in-place update, the results of the first call are compared.
 """
 
 import argparse
@@ -33,28 +33,28 @@ from dtron.parallelisms.fsdp.sharding import DTYPES
 
 @dataclass(frozen=True)
 class DeviceLimit:
-    """Measured rates of the device."""
+    """Measured floating-point operations and bytes per second of the device."""
 
     flops_per_second: float
     bytes_per_second: float
 
     def seconds(self, flops: float, n_bytes: float) -> float:
-        """Minimum time for a number of operations and bytes."""
+        """Return the minimum seconds for a number of operations and bytes."""
         return max(flops / self.flops_per_second, n_bytes / self.bytes_per_second)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of one kernel, by part."""
+    """Times, rates and error of one kernel, by part (forward, backward)."""
 
     name: str
     reason: str = ""
-    """Reason for having no figures."""
+    """Why the kernel was not timed; empty: it was timed."""
     seconds: Figures | None = None
     tflops: Figures | None = None
     """TFLOP/s."""
     of_limit: Figures | None = None
-    """The limit's time divided by the kernel's."""
+    """Time at the device's limit / time of the kernel."""
     error: Figures | None = None
     """Error relative to the reference; None: the reference did not run."""
 
@@ -67,7 +67,7 @@ def time_problem(
     limit: DeviceLimit,
     backend: str = "inductor",
 ) -> list[Timing]:
-    """Time the reference, the reference compiled by `backend`, then every other row."""
+    """Time the reference, the reference compiled with `backend`, then all other kernels."""
     drawn = problem.draw(shape, dtype, device)
     (reference,) = (row for row in problem.rows if row.name == problem.reference)
     compiled = _compiled(reference, backend)
@@ -109,7 +109,7 @@ def _time(
     device: torch.device,
     truth: list[Tensors] | None,
 ) -> tuple[Timing, list[Tensors]]:
-    """Return the figures, and each part's results to compare."""
+    """Time one row; return its figures, and each part's results for the comparison."""
     inputs, outputs, calls = row.calls(drawn)
     # Copies, since later calls of an in-place update change its outputs.
     results: list[Tensors] = [[x.clone() for x in outputs[: problem.compared]]]
@@ -128,7 +128,7 @@ def _time(
 
 
 def _error(found: Tensors, wanted: Tensors) -> float:
-    """Relative error over all tensors, computed in float64 for one pair at a time."""
+    """Return the relative error over all tensors, computed in float64, one pair at a time."""
     off = size = 0.0
     for a, b in zip(found, wanted, strict=True):
         off += (a.double() - b.double()).square().sum().item()
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `dtron bench kernels`; return the exit status.
 
     Raises:
-        ConfigError: the arguments are wrong.
+        ConfigError: an argument is invalid.
     """
     given = kernels_parser().parse_args(arguments)
     _check(given)
@@ -182,11 +182,11 @@ def _check(given: argparse.Namespace) -> None:
     for name in given.problems:
         if name not in PROBLEMS:
             hint = nearest(name, PROBLEMS)
-            raise ConfigError(f"no kernels of {name!r}{hint}; use {', '.join(PROBLEMS)}")
+            raise ConfigError(f"unknown problem {name!r}{hint}; use {', '.join(PROBLEMS)}")
     if given.shape is None:
         return
     if len(given.problems) != 1:
-        raise ConfigError(f"--shape needs one problem; name one of {', '.join(PROBLEMS)}")
+        raise ConfigError(f"--shape needs exactly one problem, of {', '.join(PROBLEMS)}")
     _shape(given.shape, PROBLEMS[given.problems[0]])
 
 
@@ -201,7 +201,7 @@ def _shape(text: str | None, problem: Problem) -> Shape | None:
 
 
 def timings_table(timings: Sequence[Timing], parts: Sequence[str], title: str) -> Table:
-    """One row per kernel and part."""
+    """Build a table with one row per kernel and part."""
     table = Table(title=title, title_justify="left")
     for heading in ("kernel", "part"):
         table.add_column(heading, no_wrap=True)
@@ -233,10 +233,14 @@ def kernels_parser() -> argparse.ArgumentParser:
         "limit.",
     )
     parser.add_argument("problems", nargs="*", help=f"{', '.join(PROBLEMS)} (default: all)")
-    parser.add_argument("--shape", metavar="A,B,...", help="sizes, as the table's title names them")
-    dtype = "dtype of inputs (default: bfloat16; float32 on a CPU); adamw updates float32"
+    parser.add_argument(
+        "--shape", metavar="A,B,...", help="sizes, in the order of the table's title"
+    )
+    dtype = "dtype of inputs (default: bfloat16; float32 on a CPU); adamw always uses float32"
     parser.add_argument("--dtype", choices=list(DTYPES), help=dtype)
     backends = ("inductor", "aot_eager")
-    parser.add_argument("--backend", choices=backends, default=backends[0], help="of torch.compile")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON too")
+    parser.add_argument(
+        "--backend", choices=backends, default=backends[0], help="backend of torch.compile"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write JSON")
     return parser

@@ -13,11 +13,14 @@ _BUDGET_SECONDS = 0.5
 
 
 def seconds(call: Callable[[], Any], device: torch.device, runs: int = 0) -> float:
-    """Median seconds per call over `runs` calls, or over 5 to 100 calls in about half a second,
-    after 3 warm-up calls. Ranks that call a collective must give `runs`.
+    """Return the median seconds per call, after 3 warm-up calls.
 
-    On GPUs, time is measured between two events of the current stream, so that a call shorter than
-    its launch shows the launch time; caches stay warm between calls.
+    On GPUs, time is measured between two events of the current stream: a call shorter than its
+    launch shows the launch time. Caches stay warm between calls.
+
+    Args:
+        runs: number of timed calls; 0: 5 to 100 calls, in about half a second. For a collective,
+            all ranks must pass the same number above 0.
     """
     for _ in range(_WARM_UP):
         call()
@@ -47,7 +50,7 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a copy in device memory: 1 GiB (64 MiB on a CPU)."""
+    """Return bytes per second, read plus written, of a 1 GiB copy on a GPU (64 MiB on a CPU)."""
     size = 2**30 if device.type == "cuda" else 2**26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -55,15 +58,17 @@ def copy_rate(device: torch.device) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """FLOP/s of a square matmul, 8192 wide (512 on a CPU) if `size` is not given."""
+    """Return FLOP/s of a matmul of square matrices; `size` 0: 8192 x 8192 (512 x 512 on a CPU)."""
     size = size or (8192 if device.type == "cuda" else 512)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device)
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds from one small kernel of a stream to the next, with the host ahead of the device; on
-    a CPU the time of a small operation."""
+    """Return the seconds from one small kernel of a stream to the next.
+
+    They are measured while the host is ahead of the device. On a CPU: seconds per small operator.
+    """
     x, count = torch.zeros(1, device=device), 200
 
     def small() -> None:
@@ -87,8 +92,10 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def host_link_rate(device: torch.device) -> float:
-    """Bytes per second between a GPU and its host's pinned memory, in the slower direction; on a
-    CPU those of a copy in its memory, in one direction."""
+    """Return bytes per second of a copy between a GPU and pinned host memory.
+
+    The rate is that of the slower direction; on a CPU, of a copy within host memory.
+    """
     size = 2**28 if device.type == "cuda" else 2**24
     near = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     far = torch.empty(size, dtype=torch.uint8, device=device)
@@ -97,7 +104,7 @@ def host_link_rate(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name from torch; for a CPU with the number of threads."""
+    """Return the device's name from torch; for a CPU its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"

@@ -1,22 +1,22 @@
-"""Report the figures of runs, as a table and as JSON.
+"""Report the figures of runs, as tables and as JSON.
 
-All figures of a run come from its timed steps. The time of a step is the mean over ranks of the
-time between the ends of two updates on the device; as ranks wait for each other, theirs differ
-little.
+Figures are of the timed steps, if not noted otherwise. The time of a step is the mean over ranks of
+the time between the ends of two updates on the device; ranks wait for each other, so their times
+differ little. A dash means that a figure was not measured.
 
     step            median of the timed steps of all repeats
     p10, p90        percentiles of the same steps
     tok/s/GPU       global_batch x seq_len / step / ranks; padding counts
     TFLOP/s         tok/s/GPU x FLOPs per token (models/flops.py) in both conventions
-    MFU             TFLOP/s over the device's data-sheet peak; none on unknown hardware
+    MFU             TFLOP/s over the device's data-sheet peak, if it is known
     memory          peak of the allocator's reserved memory until the end of the timed steps, on the
                     worst rank (on CPU: resident memory of the process)
-    hidden          fraction of communication time overlapped with computation, in a profiled window
-                    after the timed steps (breakdown.py); none if not measured
+    hidden          fraction of communication time overlapped with computation, in profiled steps
+                    after the timed steps (breakdown.py)
     cold start      from the launch to the end of the first step: imports, data, weights,
                     compilation
-    first step      the part of it for the first step, with compilation
-    drift           largest over smallest median of the repeats, minus 1; none without --repeat
+    first step      the part of the cold start for the first step, with compilation
+    drift           largest / smallest median step time of the repeats, minus 1; with --repeat
 """
 
 import ctypes
@@ -71,7 +71,7 @@ class RunFigures:
 
 
 def step_seconds(outcome: Outcome) -> list[float]:
-    """Seconds of every step of a run, including warm-up and profiled steps: means over ranks."""
+    """Return the seconds of each step as means over ranks, warm-up and profiled steps included."""
     return [statistics.fmean(ranks) for ranks in zip(*outcome.times["seconds"], strict=True)]
 
 
@@ -109,14 +109,17 @@ def figures(outcomes: Sequence[Outcome], options: Options) -> RunFigures | None:
 
 
 def _hidden(runs: Sequence[Outcome]) -> float | None:
-    """Fraction of communication that is hidden; None on CPUs, which have no kernels."""
+    """Return the fraction of communication time that is hidden on GPUs, mean over runs."""
     found = [run.breakdown["hidden"] for run in runs if run.breakdown.get("device") == "cuda"]
     shares = [share for share in found if share is not None]
     return statistics.fmean(shares) if shares else None
 
 
 def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict[str, float]:
-    """FLOPs per token by convention, for the attended length of the timed steps."""
+    """Return FLOPs per token by convention.
+
+    They use the mean attended length of the timed steps: 2 * (mean number of keys per query) - 1.
+    """
     model = model_config(config.model.name, config.model.size, config.model.override)
     attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
     sizes = FlopsModel.of(model)
@@ -124,7 +127,7 @@ def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Percentile of ascending values, interpolated between neighbours."""
+    """Return a percentile (share 0 to 1) of ascending values, with linear interpolation."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -160,7 +163,7 @@ WIDTH = 120
 
 
 def bench_console() -> Console:
-    """Console of the terminal, or of WIDTH columns for a file or pipe."""
+    """Return a console of the terminal's width, or WIDTH columns for a file or pipe."""
     return Console(width=None if Console().is_terminal else WIDTH)
 
 
@@ -170,7 +173,7 @@ def share(value: float | None) -> str:
 
 
 def tables(rows: Sequence[tuple[str, RunFigures | None, str]], title: str) -> Iterator[Table]:
-    """Build tables with one row per point: (label, figures, reason for having none)."""
+    """Yield tables with one row per point: (label, figures, reason if there are no figures)."""
     for name, columns in _TABLES:
         made = Table(title=f"{title}: {name}", title_justify="left")
         made.add_column("point", overflow="fold")
@@ -194,14 +197,14 @@ def print_report(
         elif found is not None and found.cache_hits:
             console.print(
                 f"{label}: {found.cache_hits} compiled graphs came from a cache; --fresh-cache "
-                "shows a start without it",
+                "measures a start with an empty cache",
                 markup=False,
                 soft_wrap=True,
             )
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed software that affects speed."""
+    """Return the versions of installed software that affects speed."""
     found = {
         "dtron": dtron.__version__,
         "commit": _commit(),
@@ -223,8 +226,11 @@ def versions() -> dict[str, str]:
 
 
 def loaded_nccl() -> str:
-    """Version of the loaded NCCL library, which LD_PRELOAD may have replaced (`nccl.version` is
-    that of torch's build); empty: none."""
+    """Return the version of the loaded NCCL library; empty: not found.
+
+    `torch.cuda.nccl.version` returns that of torch's build, even if LD_PRELOAD has replaced the
+    library.
+    """
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
@@ -235,7 +241,7 @@ def loaded_nccl() -> str:
 
 
 def _commit() -> str:
-    """Commit of the checkout that dtron is imported from, with + if it has changes; empty: none."""
+    """Return the git commit of dtron's checkout, with + if files have changed; empty: unknown."""
     root = str(Path(dtron.__file__).parent)
     try:
         run = ["git", "-C", root, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
@@ -251,13 +257,16 @@ def point_json(
     return {
         "point": dict(point.settings),
         "figures": None if found is None else asdict(found),
-        "runs": [run.as_json() for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
 
 
 def write_json(path: Path, command: str, options: Options, points: Sequence[dict]) -> None:
-    """Write bench.json: command, options, versions, and for each point its figures and its runs
-    with resolved config, metadata, time of every step and command."""
+    """Write bench.json: command, options, versions, and an entry for each point.
+
+    A point's entry has its figures and its runs, with resolved config, metadata, time of every step
+    and command.
+    """
     whole = {
         "command": command,
         "options": asdict(options),

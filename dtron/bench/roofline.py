@@ -1,14 +1,15 @@
-"""Measure the floors of breakdown.py: the time of a step's classes on one idle device.
+"""Measure the lower bounds of breakdown.py: the time of a step's GEMMs, attention and optimizer on
+one idle device.
 
     python -m dtron.bench.roofline CONFIG.toml RUN.json
 
-measures them for a run's resolved config and its run.json, and prints JSON. It is a separate
-process, so that a sweep's runs find the device empty.
+measures the lower bounds of a run, given by its resolved config and its run.json, and prints JSON.
+`dtron bench` starts this as a separate process, so that the next run finds the device empty.
 
-Sizes are those of a rank: M = micro_batch x seq_len / cp tokens per matmul (fewer with a chunked
-loss), widths over tp, layers and head over pp as a mean of the pipeline's ranks. Matmuls are
-measured one by one, each shape once: y = x w^T, its gradients g w and g^T x. Those of a float8 run,
-of experts and of latent attention have no floor.
+Sizes are those of one rank: micro_batch x seq_len / cp tokens per matmul (with chunked loss, fewer
+for the head), widths divided by tp, numbers of layers and heads divided by pp. Matmuls are measured
+one by one, each shape once: y = x w^T and its gradients g w and g^T x. Matmuls of float8 runs and
+of models with experts or latent attention have no lower bound.
 """
 
 import json
@@ -28,14 +29,16 @@ from dtron.models.attention import modifies_scores
 from dtron.models.matmuls import layer_matmuls
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
-# Bytes per float32 parameter: gradient read; weight and two moments, by dtype, read and written.
+# Bytes per float32 parameter by moments' dtype: gradient read; weight, moments read and written.
 _ADAMW_BYTES = {"float32": 28, "bfloat16": 20}
 
 
 @dataclass(frozen=True)
 class StepMatmul:
-    """Matmul of x (m, k) and a weight (n, k), forward and backward, `count` times per step and
-    rank."""
+    """Matmul of x (m, k) and a weight (n, k), with forward and backward.
+
+    It runs `count` times per step and rank.
+    """
 
     m: int
     k: int
@@ -44,13 +47,15 @@ class StepMatmul:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all of them, forward and both gradients."""
+        """FLOPs of all `count` matmuls, forward and both gradients."""
         return 3 * 2 * self.m * self.k * self.n * self.count
 
 
 def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMatmul]:
-    """List the matmuls of a rank's step, each shape once; for models without experts and latent
-    attention."""
+    """List the matmuls of one rank's step, each shape once.
+
+    The model must have neither experts nor latent attention.
+    """
     parallel, train = config.parallel, config.train
     micro_batches = config.micro_batches(ranks)
     tokens = train.micro_batch * train.seq_len // parallel.cp
@@ -66,7 +71,7 @@ def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMat
 def matmul_seconds(
     matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """Seconds of one forward, of the gradient of x, and of the gradient of the weight."""
+    """Return the seconds of (forward, gradient of x, gradient of the weight) for one matmul."""
 
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device)
@@ -85,8 +90,11 @@ def matmul_seconds(
 def attention_seconds(
     config: RunConfig, model: DecoderConfig, backend: str, device: torch.device
 ) -> float | None:
-    """Seconds of one causal forward and backward; None with documents, windows, caps or sinks,
-    whose work depends on more than the shape."""
+    """Return the seconds of one causal forward and backward of attention.
+
+    None for document masks, windows, soft caps, sinks or dropout, whose time depends on more than
+    the shape.
+    """
     if config.data.mask_documents or modifies_scores(model) or model.attention_dropout:
         return None
     dtype, size = DTYPES[config.train.dtype], model.head_size
@@ -110,13 +118,13 @@ def attention_seconds(
 
 
 def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Measure the floors of a run.
+    """Measure lower bounds of a run's time in matmuls, attention and optimizer.
 
     Args:
-        facts: content of its run.json.
+        facts: content of the run's run.json.
     Returns:
-        `floors`: milliseconds per step by class; `device`; `copy_bytes_per_second`; and `products`,
-        each with its sizes, its count and its FLOP/s.
+        {`floors`: milliseconds per step, by class of operators; `device`; `copy_bytes_per_second`;
+        `products`: sizes, count and FLOP/s of each matmul}.
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
     dtype = DTYPES[config.train.dtype]
@@ -148,7 +156,7 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
 
 
 def main() -> None:
-    """Print the floors of the run given by the arguments."""
+    """Print the lower bounds of the run that the arguments name."""
     config = RunConfig.load(sys.argv[1])
     facts = json.loads(Path(sys.argv[2]).read_text())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,8 @@
-"""Run one point of a sweep: a fresh torchrun of `dtron train`, with the step times that it records.
+"""Run one point of a sweep: `dtron train` in a new torchrun, which writes the time of each step.
 
-The run is normal training: warm-up steps, timed steps, then, if asked, a few profiled steps, which
-are not timed. It does not save, validate or sample, and logs only if it is compared with a peer
-that logs. A point that is refused or fails has a reason of one line.
+The run is normal training: warm-up steps, timed steps, then, if requested, a few profiled steps,
+which are not timed. It does not save, validate or sample, and logs only for a comparison with
+torchtitan. If a point is refused or fails, its outcome has the reason on one line.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from dtron.errors import ConfigError, DtronError
 Status = Literal["ok", "refused", "failed"]
 NEVER = 10**9
 
-# Settings of every point: it only trains.
+# Settings of every point, so that its runs only train.
 FORCED: dict[str, Any] = {
     "train.eval_sequences": 0,
     "train.eval_interval": 0,
@@ -35,11 +35,11 @@ FORCED: dict[str, Any] = {
     "checkpoint.last": False,
     "checkpoint.resume": "",
     "float8.report_interval": 0,
-    "metrics.log_interval": NEVER,  # or that of `Options`
+    "metrics.log_interval": NEVER,  # replaced by `Options.log_interval`
     "metrics.tensorboard": False,
     "metrics.step_times": True,
 }
-# Keys that an option of the command sets, and the option.
+# Key -> the option of the command that sets it.
 _OPTIONS = {
     "run.dir": "--out",
     "train.steps": "--steps and --warmup",
@@ -47,7 +47,7 @@ _OPTIONS = {
     "metrics.profile_steps": "--breakdown or --no-profile",
     "metrics.profile_shapes": "--breakdown",
 }
-# Keys without effect under the forced settings: a value in the file would be refused.
+# Keys without effect under FORCED. They get their default, since other values would be refused.
 _IDLE = ("train.sample_prompt", *(key for key in _OPTIONS if key.startswith("metrics.")))
 
 _ERROR = "error: "
@@ -64,45 +64,45 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the runs."""
+    """Options that all runs of a sweep share: ranks, numbers of steps, time limit, logging."""
 
     ranks: int
-    """Number of ranks, all on this host."""
+    """Number of ranks; all run on this host."""
     warmup: int = 5
-    """Number of steps before the timed ones."""
+    """Number of steps before the timed steps."""
     steps: int = 20
     """Timed steps."""
     profile_steps: int = 0
-    """Number of profiled steps after the timed ones."""
+    """Number of profiled steps after the timed steps."""
     shapes: bool = False
-    """Whether the trace records shapes."""
+    """Whether the trace records input shapes."""
     timeout_seconds: float = 1800.0
     """Time limit of a run, from launch to end."""
     fresh_cache: bool = False
     """Whether each run starts with an empty cache of compiled graphs."""
     log_interval: int = NEVER
-    """Steps between log rows; the host waits for the device at each."""
+    """Steps between log rows; the host waits for the device at each row."""
 
     @property
     def timed(self) -> slice:
-        """The timed steps."""
+        """The timed steps, as a slice of all steps."""
         return slice(self.warmup, self.warmup + self.steps)
 
 
 @dataclass
 class Outcome:
-    """Result of one run of a point."""
+    """Status, command, config, metadata and step times of one run of a sweep point."""
 
     label: str
     status: Status
     reason: str = ""
     command: str = ""
-    """Shell command that repeats it."""
+    """Shell command that repeats the run."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables that the point sets for all of its processes."""
+    """Environment variables that the point sets."""
     directory: str = ""
-    order: int = 0
-    """Index among all runs of the sweep."""
+    order: int = -1
+    """Index among all runs of the sweep; -1: refused before the first run."""
     repeat: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved config."""
@@ -111,16 +111,12 @@ class Outcome:
     times: dict[str, Any] = field(default_factory=dict)
     """Content of the run's steps.json: every step of every rank."""
     breakdown: dict[str, Any] = field(default_factory=dict)
-    """Budgets of the profiled steps; with `ceiling`, if it was measured."""
+    """Breakdown of the profiled steps (breakdown.py), and `ceiling` if it was measured."""
     against: dict[str, Any] = field(default_factory=dict)
-    """The peer's run after this one, and their comparison (frameworks.py)."""
+    """The run of the peer after this run, and the comparison of both runs (frameworks.py)."""
     launched_at: float = 0.0
-    """Unix time of the launch, seconds."""
+    """Unix time of the launch in seconds."""
     wall_seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields, for the report."""
-        return asdict(self)
 
 
 def bench_config(
@@ -129,7 +125,7 @@ def bench_config(
     """Return a point's config, and the overrides that turn the file's config into it.
 
     Raises:
-        ConfigError: the file or a key is wrong, or the bench itself sets a key.
+        ConfigError: the file or a key is invalid, or an override sets a key that the bench sets.
     """
     for override in overrides:
         key = override.partition("=")[0]
@@ -150,7 +146,10 @@ def bench_config(
 
 
 def refused(config: Path, overrides: Sequence[str], options: Options, label: str) -> Outcome | None:
-    """Return the outcome of a point that cannot run, as far as no process is needed to know."""
+    """Check a point without starting a process.
+
+    Return a refused outcome if the config or layout is illegal, else None.
+    """
     try:
         resolved, _ = bench_config(config, overrides, options, Path())
         _check_layout(resolved, options.ranks)
@@ -167,7 +166,7 @@ def run_point(
     directory: Path,
     label: str,
 ) -> Outcome:
-    """Run one point; errors of the point are returned in the outcome, not raised."""
+    """Run one point; its errors are returned in the outcome, not raised."""
     # Checked again: files may have changed since the sweep began.
     if found := refused(config, overrides, options, label):
         return found
@@ -180,7 +179,7 @@ def run_point(
     outcome.command = shell_command(["torchrun", *torchrun(options.ranks), *arguments], environment)
     launch(outcome, torchrun(options.ranks) + arguments, environment, options, directory)
     if outcome.status == "failed" and not (run_dir / "run.json").exists():
-        before = outcome.reason.startswith(_ERROR)  # refused before training, by its checks
+        before = outcome.reason.startswith(_ERROR)  # refused by the checks before training
         outcome.status = "refused" if before else "failed"
     outcome.reason = outcome.reason.removeprefix(_ERROR)
     if outcome.status == "ok":
@@ -191,7 +190,7 @@ def run_point(
 
 
 def _check_layout(config: RunConfig, ranks: int) -> None:
-    """Refuse what cannot run without a process. On GPUs a start may choose what makes it legal."""
+    """Check the layout, except on GPUs, where automatic settings may make it legal."""
     import torch
 
     from dtron.setup.rules import check_layout
@@ -201,7 +200,7 @@ def _check_layout(config: RunConfig, ranks: int) -> None:
 
 
 def torchrun(ranks: int) -> list[str]:
-    """Return the torchrun command for all ranks on this host."""
+    """Return torchrun's arguments to run all ranks on this host."""
     return ["--standalone", "--nproc-per-node", str(ranks)]
 
 
@@ -212,10 +211,9 @@ def launch(
     options: Options,
     directory: Path,
 ) -> str:
-    """Run torchrun to its end with output in `directory`/log.txt; set the outcome's status.
+    """Run torchrun to its end, set the outcome's status, and return the log.
 
-    Returns:
-        The log.
+    The output is written to `directory`/log.txt.
     """
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.txt"
@@ -233,7 +231,7 @@ def launch(
 def wait_for(
     command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float
 ) -> int | None:
-    """Run a command with output to `log` and return its exit status; None: it timed out."""
+    """Run a command with output to `log`; return its exit status. None: the command timed out."""
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
@@ -249,8 +247,7 @@ def wait_for(
 def end(process: subprocess.Popen) -> None:
     """Kill torchrun and all its ranks, if they still run.
 
-    SIGTERM would not do: a trainer answers it with a checkpoint, and ranks are in separate
-        sessions.
+    SIGTERM is not enough: the trainer would save a checkpoint. Ranks are in separate sessions.
     """
     if process.poll() is not None:
         return
@@ -265,7 +262,7 @@ def descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name, in parentheses, may contain anything; the parent is the second word after.
+            # The name in parentheses may contain anything; the parent is the second word after it.
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             parents.setdefault(parent, []).append(int(stat.parent.name))
     found = parents.get(pid, [])
@@ -277,7 +274,7 @@ def reason(log: str, status: int | None, timeout_seconds: float) -> str:
 
     Args:
         log: the run's output.
-        status: its exit status; None: it was killed after `timeout_seconds`.
+        status: exit status of the run; None: the run was killed after `timeout_seconds`.
     """
     if status is None:
         return f"timed out after {timeout_seconds:g} s"
@@ -294,7 +291,7 @@ def one_line(text: str) -> str:
 
 
 def shell_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Quote a command for a shell."""
+    """Return a quoted command line for a shell, with the environment variables first."""
     set_first = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*set_first, *(shlex.quote(word) for word in words)])
 

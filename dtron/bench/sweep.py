@@ -1,4 +1,4 @@
-"""Parse axes of a sweep: `section.key=a,b,c` -> the points of their product.
+"""Parse the axes of a sweep, `section.key=a,b,c`, and return all combinations as points.
 
 Commas outside of brackets, braces and quotes separate values, so that a TOML list is one value:
 `pp_layout=[3,5],[4,4]` has two. `env.NAME=a,b` sweeps an environment variable.
@@ -42,7 +42,7 @@ class SweepPoint:
 
 
 def split_values(text: str) -> list[str]:
-    """Split the values of an axis, in order.
+    """Split the values of an axis.
 
     Raises:
         ConfigError: a bracket or a quote is not closed, or a value is empty.
@@ -67,10 +67,12 @@ def split_values(text: str) -> list[str]:
 
 
 def points(axes: Sequence[str]) -> list[SweepPoint]:
-    """Return the product of all axes, the last one varying fastest; without axes, one point.
+    """Return one point per combination of values, the last axis varying fastest.
+
+    Without axes, return one point.
 
     Raises:
-        ConfigError: an axis is not of the form section.key=a,b,c, or it or a value of it is given
+        ConfigError: an axis is not of the form section.key=a,b,c, or an axis or a value is given
             twice.
     """
     values: dict[str, list[str]] = {}

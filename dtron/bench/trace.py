@@ -1,19 +1,20 @@
-"""Read a profiler's trace as spans of classes of work, and the windows of its steps.
+"""Read a profiler trace: classified kernels or operators, and the time window of each step.
 
-GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES), or
-else from the phase (`dtron.run.profiler.phase`) in which the host launched it, found by the
-correlation of launch and kernel. A step's window lasts from the end of the previous step's last
-kernel to the end of its own last kernel, so that windows join without gaps; the first step of a
-trace has no previous step and is left out.
+GPU traces. A span is a kernel or a copy on the device. Its class comes from its name (CLASSES). An
+elementwise kernel or copy that the host launched in the phase "optimizer" or "loss"
+(`dtron.run.profiler.phase`) gets the class of that name; correlation ids connect launches and
+kernels. A step's window begins at the end of the previous step's last kernel and ends with its own
+last kernel, so that windows have no gaps; a trace's first step has no previous step and is left
+out.
 
-CPU traces. There are no kernels: a span is the time an operator spends in itself, without the
-operators it calls. Its class is attention inside an attention operator, else its own. Communication
-is the time marked by gloo's threads; it shares the cores with computation, so that overlap on a CPU
-says little about a GPU. A step's window is the host's.
+CPU traces. There are no kernels: a span is the self time of an operator, without the operators that
+it calls; for its class see `_inner_class`. Communication is the time marked by gloo's threads,
+which share the cores with computation, so overlap on a CPU says little about a GPU. A step's window
+is its time on the host.
 
 Times are in microseconds. Names of kernels: cuBLAS (nvjet, gemm, xmma, splitK), CUTLASS, cuDNN and
 FlashAttention (flash, fmha, sdpa; cuDNN's before and after its backward), NCCL, symmetric memory
-(barriers and signals, which spin), inductor's Triton kernels, which list what they fuse.
+(barriers and signals, which spin), inductor's Triton kernels, whose names list the fused operators.
 """
 
 import bisect
@@ -31,9 +32,9 @@ from dtron.run.profiler import MARK
 
 COMMUNICATION = "communication"
 COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")
-"""Classes of computation; if kernels run concurrently, their time counts for the first class."""
+"""Classes of computation; of concurrent kernels, the class that is first in this list counts."""
 
-# The first row whose pattern matches the name decides; other kernels are elementwise.
+# The first row with a matching pattern decides; kernels without a match are elementwise.
 CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
@@ -51,7 +52,7 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_(scaled_)?(grouped_)?mm(_v2)?)(_out)?$"),
     )
 )
-# The phase decides for names of these classes.
+# In a phase of _PHASES, the name of the phase replaces these classes.
 _UNTOLD = ("elementwise", "copies")
 _PHASES = ("optimizer", "loss")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -61,7 +62,7 @@ _DISPATCH = re.compile(r"^_?c10d")  # operators that pass a collective to anothe
 
 @dataclass(frozen=True)
 class Span:
-    """A time span of work of one class."""
+    """A kernel or operator: its begin and end in microseconds, and its class."""
 
     begin: float
     end: float
@@ -69,7 +70,7 @@ class Span:
     """A member of COMPUTE, or COMMUNICATION."""
     name: str
     work: tuple[Any, ...]
-    """Equal for spans that do the same work: name, grid, block and shapes of the inputs."""
+    """Name, grid, block, input shapes and bytes: equal for spans of identical calls."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace written by `metrics.profile_start`.
 
     Raises:
-        DataError: the file is not a trace, or has too few steps.
+        DataError: the file is not a trace, or has no complete step.
     """
     try:
         events = parse(read_bytes(path, TRACE_BYTES))["traceEvents"]
@@ -106,12 +107,12 @@ def read_trace(path: Path) -> Trace:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise DataError(f"{path}: not a profiler's trace: {error!r}") from None
     if not trace.windows:
-        raise DataError(f"{path}: no whole step; profile at least {2 if found else 1} steps")
+        raise DataError(f"{path}: no complete step; profile at least {2 if found else 1} steps")
     return trace
 
 
 class _PhaseMarks:
-    """The host's phases and steps, for lookup by time."""
+    """Phases and steps on the host; methods look them up by time."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         marks = [
@@ -126,12 +127,12 @@ class _PhaseMarks:
         self._step_begins = [begin for begin, _ in self.steps]
 
     def phase(self, time: float) -> str:
-        """Return the phase at a time; empty: none. Phases do not nest."""
+        """Return the phase at a host time; empty: no phase. Phases do not nest."""
         i = bisect.bisect_right(self._begins, time) - 1
         return self._inner[i][2] if i >= 0 and time <= self._inner[i][1] else ""
 
     def step(self, time: float) -> int | None:
-        """Return the step at a host time."""
+        """Return the index of the step at a host time; None: outside of steps."""
         i = bisect.bisect_right(self._step_begins, time) - 1
         return i if i >= 0 and time <= self.steps[i][1] else None
 
@@ -193,14 +194,14 @@ def _host_trace(events: list[dict[str, Any]]) -> Trace:
         if event.get("cat") == "cpu_op" and not _DISPATCH.match(event["name"]):
             threads.setdefault(event["tid"], []).append(event)
     for thread, operators in threads.items():
-        # gloo's threads also compute sums: these count as communication and are marked as such.
+        # gloo's threads also compute sums, which are marked and count as communication.
         if thread not in elsewhere:
             spans += _own_times(operators, marks)
     return Trace("cpu", spans, marks.steps)
 
 
 def _own_times(operators: list[dict[str, Any]], marks: _PhaseMarks) -> list[Span]:
-    """Yield each operator's own time in a thread: nested operators are excluded."""
+    """Return the self times of a thread's operators as spans."""
     spans: list[Span] = []
     around: list[tuple[float, str, str]] = []  # (end, name, class) of the open operators
     at = 0.0
@@ -227,8 +228,11 @@ def _own_times(operators: list[dict[str, Any]], marks: _PhaseMarks) -> list[Span
 
 
 def _inner_class(own: str, around: str) -> str:
-    """Return the class of an operator inside another: matmuls inside attention count as
-    attention, elementwise operators as the operator around them."""
+    """Return the class of an operator that runs inside an operator of class `around`.
+
+    The class is `around` if `around` is attention, loss or optimizer, or if `own` is elementwise;
+    else `own`. `around` "": the operator runs inside no other.
+    """
     if around in ("attention", "loss", "optimizer"):
         return around
     return around if own == "elementwise" and around else own

@@ -1,1 +1,1 @@
-"""Saving, committing and loading checkpoints."""
+"""Save, commit and load checkpoints."""

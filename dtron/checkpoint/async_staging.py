@@ -1,9 +1,10 @@
-"""Asynchronous saves: copies in host memory, a process that writes them, a thread that waits.
+"""Asynchronous saves: copy the state to host memory; a separate process writes it.
 
-Weights and moments change only in the optimizer step. So they are copied during the next forward
-and backward, on CUDA by a separate stream into pinned memory, else by a thread; only the next
-optimizer step waits for the copies. The memory is shared with a process that hashes and writes the
-copies (`dtron.io.writer_process`); the thread waits for that process and for other ranks.
+Only the optimizer step changes weights and moments. So they are copied during the next forward and
+backward: CUDA tensors on a separate stream into pinned memory, CPU tensors in a background thread.
+The next optimizer step waits for the copies. A separate process that shares the host memory hashes
+and writes the copies (`dtron.io.writer_process`); the background thread waits for this process and
+for other ranks.
 """
 
 import itertools
@@ -16,20 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtron.io.filesystem import Location
 from dtron.io.safetensors_file import TensorSpec, WrittenFile, file_header, write_order
 from dtron.io.writer_process import WriterProcess
+from dtron.parallelisms.gradients import local_part
 
 _ALIGNED = 64  # bytes: one cache line of the CPU
 
 
 class SharedMemory:
-    """Host memory that another process can read too; pinned if there is a GPU.
+    """Host memory shared with another process; pinned if there is a GPU.
 
     Raises:
-        OSError: there is too little memory.
+        OSError: the memory cannot be allocated or pinned.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,7 +41,7 @@ class SharedMemory:
                 self.descriptor = os.dup(file.fileno())
         os.ftruncate(self.descriptor, size)
         self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
-        self.bytes.zero_()  # pinning existing pages blocks CUDA for a shorter time
+        self.bytes.zero_()  # allocates all pages, so that pinning blocks CUDA for a shorter time
         self._pinned = torch.cuda.is_available()
         if self._pinned:
             failed = _cuda().cudaHostRegister(self.bytes.data_ptr(), size, 0)
@@ -51,7 +52,7 @@ class SharedMemory:
         return len(self.bytes)
 
     def free(self) -> None:
-        """Release the memory, which must not be used any more."""
+        """Release the memory, which must not be used afterwards."""
         if self._pinned:
             _cuda().cudaHostUnregister(self.bytes.data_ptr())
         os.close(self.descriptor)
@@ -59,12 +60,15 @@ class SharedMemory:
 
 
 def _cuda() -> Any:
-    """Return the functions of the CUDA runtime."""
+    """Return torch's bindings of the CUDA runtime."""
     return torch.cuda.cudart()
 
 
 class Staging:
-    """Host memory for copies of local tensors, used again by each save, and its writer process."""
+    """Owns the writer process and the host memory for copies of local tensors.
+
+    Every save reuses the memory.
+    """
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
@@ -76,25 +80,27 @@ class Staging:
         self._device_done: torch.cuda.Event | None = None
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to allocate memory for copies of these tensors in the background.
+        """Start to allocate, in the background, memory for copies of these tensors.
 
-        Otherwise the first `start` would stop training: pinning takes seconds per 10 GB.
+        Without this call, the first `start` allocates the memory and training waits: pinning takes
+        seconds per 10 GB.
         """
-        size = sum(_aligned_sizes({n: _local(t) for n, t in tensors.items()}).values())
+        size = sum(_aligned_sizes({n: local_part(t) for n, t in tensors.items()}).values())
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def act() -> None:
-            if gpu is not None:  # the current device of a new thread is the first one
+            if gpu is not None:  # a new thread's current device is device 0
                 torch.cuda.set_device(gpu)
             self._memory = SharedMemory(size)
 
-        self._reserving = Background(
-            act, daemon=False
-        )  # an interpreter that ends meanwhile would abort
+        # Not a daemon thread: the interpreter would abort if it ended during the allocation.
+        self._reserving = Background(act, daemon=False)
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy; copies are complete when `finish` returns, and valid until the next call.
+        """Start to copy tensors to host memory.
+
+        The copies are complete when `finish` returns and valid until the next `start`.
 
         Args:
             tensors: tensors or DTensors by name, on any device. They must not change before
@@ -104,7 +110,7 @@ class Staging:
         Raises:
             OSError: there is too little host memory.
         """
-        here = {name: _local(tensor) for name, tensor in tensors.items()}
+        here = {name: local_part(tensor) for name, tensor in tensors.items()}
         buffers = self._buffers(here)
         pairs = [(buffers[name], local) for name, local in here.items()]
         self._left = [pair for pair in pairs if not pair[1].is_cuda]
@@ -121,8 +127,7 @@ class Staging:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the copies of CPU tensors, and wait for those of the device; called by the
-        thread."""
+        """Copy CPU tensors and wait for the copies of CUDA tensors; called by the save's thread."""
         try:
             for buffer, local in self._left:
                 buffer.copy_(local)
@@ -133,7 +138,10 @@ class Staging:
             self._device_done.synchronize()
 
     def before_change(self) -> None:
-        """Wait until the tensors may change: the host for CPU copies, the GPU for its own."""
+        """Wait for the copies before tensors change.
+
+        The host waits for CPU copies, the current CUDA stream for GPU copies.
+        """
         self._host_done.wait()
         if self._device_done is not None:
             torch.cuda.current_stream().wait_event(self._device_done)
@@ -141,7 +149,10 @@ class Staging:
     def write(
         self, target: Location, tensors: Mapping[str, TensorSpec], get: Callable[[str], Tensor]
     ) -> WrittenFile:
-        """Write a safetensors file of copies, in the writer process. Raises OSError."""
+        """Write copies to a safetensors file in the writer process.
+
+        Raises OSError: the file cannot be written.
+        """
         assert self._memory is not None, "nothing was copied"
         assert self._process is not None, "nothing was copied"
         order, base = write_order(tensors), self._memory.bytes.data_ptr()
@@ -152,7 +163,7 @@ class Staging:
         return WrittenFile(*self._process.write(str(target), file_header(tensors), parts))
 
     def end(self) -> None:
-        """Kill the writer process, e.g. if its disk hangs; the next `start` starts another."""
+        """Kill the writer process, e.g. if its disk hangs; the next `start` starts a new one."""
         if self._process is not None:
             self._process.kill()
         self._process = None
@@ -167,9 +178,10 @@ class Staging:
         return {n: cut[n].view(t.dtype).reshape(t.shape) for n, t in tensors.items()}
 
     def _ensure_memory(self, size: int) -> None:
-        """Allocate memory of at least this size, and start the writer process that shares it.
+        """Allocate at least `size` bytes, and start the writer process that shares them.
 
-        The calling thread must outlive the process, because Linux kills the process with it.
+        Linux kills the writer process when the thread that called this function ends
+        (PR_SET_PDEATHSIG).
         """
         reserving, self._reserving = self._reserving, None
         if reserving is not None:
@@ -183,21 +195,17 @@ class Staging:
             self._process = WriterProcess(self._memory.descriptor, len(self._memory))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _aligned_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of memory for each tensor, aligned."""
+    """Return the bytes of memory for each tensor, rounded up to a multiple of _ALIGNED."""
     return {n: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for n, tensor in tensors.items()}
 
 
 class Background:
-    """One call in a new thread.
+    """A function call in a new thread.
 
     Args:
-        daemon: the thread ends with the process, e.g. if it hangs in a disk access; else the
-            process waits for it.
+        daemon: whether the interpreter may exit during the call, e.g. while it hangs in a disk
+            access; if False, the exit waits for the call.
     """
 
     def __init__(self, call: Callable[[], None], daemon: bool = True) -> None:
@@ -213,21 +221,24 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether the call has raised an error."""
+        """Whether the function has raised an error; False while it runs."""
         return self._error is not None
 
     @property
     def running(self) -> bool:
-        """Whether the call has not ended yet."""
+        """Whether the function is still running."""
         return self._thread.is_alive()
 
     def succeeded(self) -> bool:
-        """Wait for the call; return whether it has raised no error."""
+        """Wait for the function; return whether it returned without an error."""
         self._thread.join()
         return self._error is None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the call and raise its error. Raises TimeoutError: it has not ended in time."""
+        """Wait for the function and raise its error.
+
+        Raises TimeoutError: the function has not returned after `seconds`.
+        """
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError

@@ -1,8 +1,8 @@
-"""Saves and loads the state of a run: weights, optimizer state and RNG state, by FQN.
+"""Save and load the state of a run: weights, optimizer state and RNG state, by FQN.
 
 Tensors are stored with their global shapes; the step, the data position and the model's config are
-JSON (`directory.py`). Settings of the optimizer (weight decay, betas) are not saved: they come from
-the config.
+stored as JSON (`directory.py`). Settings of the optimizer (weight decay, betas) are not saved: they
+come from the config.
 """
 
 import functools
@@ -50,8 +50,10 @@ class Checkpointer:
         locations: where checkpoints are written, the durable location last.
         applied: the parallelised model.
         options: the section [checkpoint].
-        scales: amax history of delayed float8 scales, by FQN; equal on all ranks that have it.
-        on_commit: called on rank 0 with each complete checkpoint in the durable location.
+        scales: amax histories of delayed float8 scaling, by FQN; all ranks that have a layer hold
+            the same history.
+        on_commit: called on rank 0 after each commit in the durable location, with the path of
+            the checkpoint.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Checkpointer:
             for stage, part in applied.parts.items()
             for fqn, _ in part.named_parameters(remove_duplicate=False)
         }
-        self.names |= {  # the biases of routers are saved buffers
+        self.names |= {  # biases of routers are buffers and saved too
             f"{stage}.{fqn}": fqn
             for stage, part in applied.parts.items()
             for fqn, _ in part.named_buffers()
@@ -84,7 +86,7 @@ class Checkpointer:
         self.plan, self.staging = CachedSavePlanner(), Staging()
         self._running: Background | None = None
         self._written: int | None = None
-        """Step of the last checkpoint in the first location, complete or being written."""
+        """Step of the newest checkpoint in the first location, complete or being written."""
         self._copying: Background | None = None
         self._copy_source: Location | None = None
         """Checkpoint that is being copied."""
@@ -93,7 +95,7 @@ class Checkpointer:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Process group for collectives that wait for disks, up to `checkpoint.timeout_seconds`."""
+        """Process group for collectives that may wait `checkpoint.timeout_seconds` for a disk."""
         return self.saver.group
 
     def due(self, step: int) -> bool:
@@ -108,23 +110,24 @@ class Checkpointer:
     def save(self, metadata: CheckpointMetadata, durable: bool = False) -> None:
         """Write a checkpoint and commit it; all ranks call it together.
 
-        With `mode = "async"` it first waits for the last save and then returns at once; the next
+        With `mode = "async"`, wait for the previous save, start this save, and return. The next
         optimizer step waits until the state is copied to host memory. The copy to the durable
-        location runs in the background; only the next such copy waits for it.
+        location runs in the background; only the next copy waits for it.
 
         Args:
-            durable: copy it to the durable location even if it is not due there.
+            durable: copy the checkpoint to the durable location, even at a step at which
+                `is_durable_step` is false.
         Raises:
-            CheckpointError: this save, or the last asynchronous one, could not be written; its
-                files are deleted, and older checkpoints are unchanged.
+            CheckpointError: this save, or the previous asynchronous save, has failed; the failed
+                save's files are deleted, and older checkpoints are unchanged.
         """
         durable = durable or self.is_durable_step(metadata.step)
         if self._running is not None and self._running.running:
-            log.warning("the last checkpoint is still being written: waiting for it")
+            log.warning("the previous checkpoint is still being written: waiting for it")
         if durable and self._copying is not None and self._copying.running:
-            log.warning("the last checkpoint is still being copied: waiting for it")
-        # If the last save failed and training continues, ranks notice at different steps; all of
-        # them must begin this save.
+            log.warning("the previous copy to checkpoint.dir is still running: waiting for it")
+        # If the previous save failed and training continues, ranks notice at different steps. All
+        # ranks must begin this save.
         self.attempt(functools.partial(self._wait_before, durable))
         if self._written != metadata.step:
             self._written = metadata.step
@@ -138,25 +141,27 @@ class Checkpointer:
         return self.options.on_error == "stop"
 
     def attempt(self, act: Callable[[], None]) -> bool:
-        """Call a save or a wait; return whether it succeeded. Raises CheckpointError: the run
-        stops."""
+        """Call `act`, which saves or waits for a save; return whether it succeeded.
+
+        Raises CheckpointError if `stops`; otherwise log the error.
+        """
         try:
             act()
         except CheckpointError as error:
             if self.stops:
                 raise
-            log.error("%s; training goes on without it (checkpoint.on_error)", error)
+            log.error("%s; training continues without this save (checkpoint.on_error)", error)
             return False
         return True
 
     def _wait_before(self, durable: bool) -> None:
-        """Wait for saves that may not overlap with a new one."""
+        """Wait for the running save; if `durable`, also for the running copy."""
         self._wait_for_write()
-        if durable:  # not in other saves: ranks would notice a failure at different steps
+        if durable:  # all ranks must notice a failed copy in the same save
             self._wait_for_copy()
 
     def _begin(self, metadata: CheckpointMetadata) -> None:
-        """Write a checkpoint to the first location; with `mode = "async"`, begin to."""
+        """Write a checkpoint to the first location, with `mode = "async"` in the background."""
         flat = self._tensors_to_save()
         if self.options.mode == "sync":
             self._write(flat, metadata, write_tensors)
@@ -165,31 +170,27 @@ class Checkpointer:
         try:
             self.plan.staged = self.staging.start(flat)
         except OSError as error:
-            write = functools.partial(_raise, error)  # raised there, on all ranks
+            write = functools.partial(_raise, error)  # raised by the save, on all ranks
         self._running = Background(functools.partial(self._write, flat, metadata, write))
 
     def reserve(self) -> None:
-        """Begin to reserve host memory for asynchronous saves, if the run has any.
+        """Start to allocate host memory for asynchronous saves, if the run makes them.
 
-        It is called after the first step, when the optimizer has its state.
+        Call it after the first step, which creates the optimizer state.
         """
         if self.options.mode == "async" and any(each.interval for each in self.locations):
             self.staging.reserve(self._tensors_to_save())
 
     def _tensors_to_save(self) -> dict[str, Any]:
         """Return all tensors of a checkpoint by the names under which they are stored."""
-        state = {
-            **self._stored_state(self._local_state()),
-            "rng": _get_rng(),
-            "float8": self.scales,
-        }
+        state = self._stored_state(self._local_state())
         return {f"{kind}.{name}": value for kind, v in state.items() for name, value in v.items()}
 
     def _begin_copy(self, metadata: CheckpointMetadata, written: Background | None) -> None:
-        """Copy a checkpoint in the background from the first location to the last one.
+        """Copy a checkpoint in the background from the first location to the last location.
 
         Args:
-            written: the write to wait for; None: it is written already.
+            written: the running save to wait for; None: the checkpoint is complete.
         """
         assert self.copier is not None, "there are several locations"
         if self._copy_process is None or not self._copy_process.alive:
@@ -204,7 +205,7 @@ class Checkpointer:
                 if written is None or written.succeeded():
                     copy()
             except CheckpointError:
-                self._copy_process = None  # killed: it may hang in a disk access
+                self._copy_process = None  # `Saver.copy` has killed it
                 raise
             finally:
                 self._copy_source = None
@@ -237,8 +238,8 @@ class Checkpointer:
             self.staging.finish()
             self.saver.write(flat, metadata, self.locations[0], self.plan, write, kept)
         except CheckpointError:
-            self.plan = CachedSavePlanner()  # ranks may have cached different parts of the plan
-            self.staging.end()  # its process may hang in a disk access
+            self.plan = CachedSavePlanner()  # ranks may have cached different plans
+            self.staging.end()  # the writer process may hang in a disk access
             self._written = None
             raise
 
@@ -246,22 +247,18 @@ class Checkpointer:
         """Load weights, optimizer state and RNG state in place; all ranks call it together.
 
         Raises:
-            CheckpointError: a file is missing or cannot be read, or a tensor has another shape.
+            CheckpointError: a file is missing or unreadable, or a tensor has the wrong shape.
         """
         held = self._local_state()
-        state = {
-            **self._stored_state(held),
-            "rng": _get_rng(),
-            "float8": self.scales,
-        }  # read in place
+        state = self._stored_state(held)  # views, so that reads are in place
         try:
             reader = ShardReader(path)
             if not all(f"rng.{name}" in reader.index.tensors for name in state["rng"]):
-                log.warning("%s has no RNG state for this rank; dtron itself needs none", path)
+                log.warning("%s has no RNG state of this rank; only user code needs it", path)
                 del state["rng"]
             if not all(_has_tensor(reader, f"float8.{fqn}", x) for fqn, x in self.scales.items()):
                 log.warning(
-                    "%s has no matching amax history of float8 scales: it starts empty", path
+                    "%s has no matching float8 amax histories; all histories start empty", path
                 )
                 del state["float8"]
                 for history in self.scales.values():
@@ -281,11 +278,11 @@ class Checkpointer:
 
         Args:
             reader: a reader of tensors by their names in the whole model.
-            where: what it reads, for error messages.
+            where: path of the weights, for error messages.
         Raises:
-            CheckpointError: a tensor is missing, cannot be read, or has another shape.
+            CheckpointError: a tensor is missing, cannot be read, or has the wrong shape.
         """
-        # Not `_local_state`: torch makes an optimizer without state do a step in order to have one.
+        # Not `_local_state`: torch would step the optimizer in order to create its state.
         held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
         state = {"model": self._stored_state({**held, "optimizer": {}})["model"]}
         try:
@@ -296,14 +293,18 @@ class Checkpointer:
         set_model_state_dict(self.model, held["model"])
 
     def _local_state(self) -> dict[str, dict[str, Any]]:
-        """Return the tensors of this rank by FQN in `self.model`."""
+        """Return weights and optimizer state of this rank's stages, by FQN in `self.model`."""
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),
         }
 
     def _stored_state(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return views of the same tensors by stored name, without padding; a tied weight once."""
+        """Return all tensors of a checkpoint by kind and stored name.
+
+        These are weights and optimizer state, as views without padding (tied weights once), RNG
+        state, and float8 amax histories.
+        """
         model: dict[str, Any] = {}
         for fqn, value in held["model"].items():
             name = self.names[fqn]
@@ -314,10 +315,10 @@ class Checkpointer:
             if kind == "state":
                 name = self.names[fqn]
                 optimizer.setdefault(f"state.{name}.{slot}", self._unpadded(name, value))
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer, "rng": _get_rng(), "float8": self.scales}
 
     def _unpadded(self, name: str, value: Any) -> Any:
-        """Return a view without the padded rows, which the last tp ranks hold."""
+        """Return a view of a tensor without its padding rows, which the last TP ranks hold."""
         if name not in self.rows or not isinstance(value, DTensor) or value.dim() == 0:
             return value
         local, rows = value.to_local(), self.rows[name]
@@ -335,7 +336,7 @@ class Checkpointer:
 
     @torch.no_grad()
     def _fill_copies(self, held: dict[str, dict[str, Any]]) -> None:
-        """Copy a tied weight that was read to its second stage, if this rank has both."""
+        """Copy a loaded tied weight to the second of its stages, if this rank holds both stages."""
         for values in held.values():
             first: dict[tuple[str, str, str], Any] = {}
             for key, value in values.items():

@@ -1,7 +1,7 @@
-"""`dtron convert`: converts a Hugging Face folder to a checkpoint, and back.
+"""`dtron convert`: convert a Hugging Face folder to a checkpoint, and back.
 
-It runs alone or under torchrun, whose ranks convert different files. A rank holds one tensor at a
-time. The output folder appears when it is complete.
+It runs in one process or under torchrun, where each rank writes some of the files. A rank holds one
+tensor in memory at a time. The output folder appears only when it is complete.
 """
 
 import argparse
@@ -61,9 +61,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a model other than its weights; copied unchanged."""
+"""Files of a model, other than its weights, that are copied unchanged."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TIMEOUT_SECONDS = 24 * 3600
@@ -71,7 +71,7 @@ _GB = 10**9
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `dtron convert ...`; returns the exit status. Raises DtronError."""
+    """Run `dtron convert`; return the exit status. Raises DtronError: the conversion fails."""
     given = convert_parser().parse_args(arguments)
     place = Place.of_environment()
     set_up_logging(place, Console())
@@ -88,25 +88,25 @@ def convert_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `dtron convert`."""
     parser = ArgumentParser(prog="dtron convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    summary = "a Hugging Face folder becomes a checkpoint for checkpoint.initial"
+    summary = "convert a Hugging Face folder to a checkpoint for checkpoint.initial"
     one = commands.add_parser("from-hf", help=summary, description=summary)
-    one.add_argument("folder", type=Path, help="config.json and safetensors files")
-    one.add_argument("out", type=Path, help="a folder that does not exist yet")
+    one.add_argument("folder", type=Path, help="folder with config.json and safetensors files")
+    one.add_argument("out", type=Path, help="output folder, which must not exist")
     one.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of the checkpoint; default: that of the files"
+        "--dtype", choices=_DTYPES, help="dtype of the checkpoint; default: dtype of the files"
     )
     one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
-    summary = "a checkpoint becomes a folder that transformers loads"
+    summary = "convert a checkpoint to a folder that transformers loads"
     two = commands.add_parser("to-hf", help=summary, description=summary)
-    two.add_argument("checkpoint", help="path or URL of a checkpoint, or of a run: its newest one")
-    two.add_argument("out", type=Path, help="a folder that does not exist yet")
+    two.add_argument("checkpoint", help="path or URL of a checkpoint, or of a run with checkpoints")
+    two.add_argument("out", type=Path, help="output folder, which must not exist")
     two.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of the files; default: that of the checkpoint"
+        "--dtype", choices=_DTYPES, help="dtype of the files; default: dtype of the checkpoint"
     )
     two.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder with tokenizer files to copy; default: that of the run's tokenizer",
+        help='folder of tokenizer files to copy, or "byte"; default: the tokenizer of the run',
     )
     two.add_argument(
         "--file-gb", type=float, default=5.0, help="size limit of each file, in GB; default: 5"
@@ -116,14 +116,14 @@ def convert_parser() -> argparse.ArgumentParser:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Plans tensors on the meta device, and reads each one when it is written."""
+    """Plans the save of meta tensors; reads the data of each tensor only when it is written."""
 
     def __init__(self, folder: HFFolder, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._folder, self._dtype = folder, dtype
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor from the Hugging Face folder, converted to the stored dtype."""
         fqn = index.fqn.removeprefix("model.")
         return self._folder.read(fqn).to(self._folder.dtype(fqn, self._dtype))
 
@@ -132,7 +132,8 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
     """Convert a Hugging Face folder to a checkpoint of weights; all ranks call it together.
 
     Raises:
-        CheckpointError: the folder is incomplete or not one of MODELS, or `out` exists.
+        CheckpointError: the folder is incomplete, dtron does not support its model, or `out`
+            exists.
         OSError: the disk is full.
     """
     source = hf_folder(folder)
@@ -151,7 +152,7 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
             _copy_model_files(source.path, partial)
             model = {"name": source.family, **source.config.model_dump(mode="json")}
             write_metadata(partial, CheckpointMetadata.of_weights(model, dist.get_world_size()))
-    log.info("%s holds the weights of %s; train it with", out, source.path)
+    log.info("%s has the weights of %s; to train, add:", out, source.path)
     log.info("  checkpoint.initial=%s %s", out, model_settings(source.family, source.config))
 
 
@@ -159,7 +160,7 @@ def to_hf_from(given: argparse.Namespace) -> None:
     """Run `dtron convert to-hf`; all ranks call it together."""
     if not 0 < given.file_gb < math.inf:
         raise ConfigError(
-            f"--file-gb {given.file_gb:g} is not a file size in GB; use one such as 5"
+            f"--file-gb {given.file_gb:g} is not a positive number of GB; use a size such as 5"
         )
     path = find_weights(given.checkpoint)
     everyone = dist.group.WORLD
@@ -174,7 +175,7 @@ def _named_tokenizer(named: Path | str) -> Path | str:
     """Return the folder of tokenizer files that --tokenizer names, or "byte".
 
     Raises:
-        ConfigError: it has no tokenizer files.
+        ConfigError: the folder has no tokenizer files.
     """
     if str(named) == "byte":
         return "byte"
@@ -189,10 +190,10 @@ def _named_tokenizer(named: Path | str) -> Path | str:
 
 
 def trained_tokenizer(checkpoint: Location) -> Path | str | None:
-    """Return the folder of a checkpoint's tokenizer files, or "byte"; None: not known.
+    """Return the folder of a checkpoint's tokenizer files, or "byte"; None: unknown.
 
     Raises:
-        CheckpointError: the run's tokenizer is gone, or was changed after training.
+        CheckpointError: the run's tokenizer is missing, or was changed after training.
     """
     if isinstance(checkpoint, Remote):
         return None
@@ -208,13 +209,13 @@ def trained_tokenizer(checkpoint: Location) -> Path | str | None:
     try:
         found = load_tokenizer(data).fingerprint
     except DataError as error:
-        raise CheckpointError(f"{error}; or name it by --tokenizer FOLDER") from None
+        raise CheckpointError(f"{error}; or name its folder with --tokenizer FOLDER") from None
     if found != read_metadata(checkpoint).data.get("tokenizer", found):
         raise CheckpointError(
-            f"{folder}, which {run} names, is no longer the tokenizer that the run was trained "
-            "with; name that one by --tokenizer FOLDER"
+            f"{folder} (data.tokenizer in {run}) is no longer the tokenizer that the run was "
+            "trained with; name the folder of that tokenizer with --tokenizer FOLDER"
         )
-    log.info("tokenizer files are copied from %s, which %s names", folder, run)
+    log.info("tokenizer files are copied from %s (data.tokenizer in %s)", folder, run)
     return folder
 
 
@@ -229,10 +230,11 @@ def to_hf_folder(
 
     Args:
         checkpoint: a folder step-N.
-        dtype: dtype of the files; None: that of the checkpoint.
-        tokenizer: a folder whose tokenizer files are copied, or "byte".
+        dtype: dtype of the files; None: dtype of the checkpoint.
+        tokenizer: a folder whose tokenizer files are copied, or "byte"; None: no tokenizer files.
+        file_bytes: maximum size of each file.
     Raises:
-        CheckpointError: it cannot be read, transformers lacks the model, or `out` exists.
+        CheckpointError: transformers has no such model, a file cannot be read, or `out` exists.
         OSError: the disk is full.
     """
     initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
@@ -266,7 +268,7 @@ def to_hf_folder(
 
 
 def _add_tokenizer(tokenizer: Path | str, out: Path) -> dict[str, Any]:
-    """Write the files of a tokenizer; return the ids of its special tokens for config.json."""
+    """Write tokenizer files to `out`; return the ids of special tokens for config.json."""
     if tokenizer == "byte":
         return _write_byte_tokenizer(out)
     _copy_model_files(Path(tokenizer), out)
@@ -276,7 +278,7 @@ def _add_tokenizer(tokenizer: Path | str, out: Path) -> dict[str, Any]:
 
 
 def _write_byte_tokenizer(out: Path) -> dict[str, Any]:
-    """Write dtron's byte tokenizer in the format of transformers; return as `_add_tokenizer`."""
+    """Write dtron's byte tokenizer for transformers; return the id of EOS for config.json."""
     eos, eos_id = "<|endoftext|>", ByteTokenizer.eos_id
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {eos: eos_id}
     tokenizer = tokenizers.Tokenizer(
@@ -305,11 +307,12 @@ def _copy_model_files(folder: Path, out: Path) -> None:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Make a temporary folder for all ranks to write to; it is renamed to `out` at the end, or
-    removed after an error.
+    """Context manager: make a temporary folder for the files of all ranks.
+
+    At the end, rename the folder to `out`; after an error, remove it.
 
     Raises:
-        CheckpointError: one of them exists.
+        CheckpointError: `out` or the temporary folder exists.
     """
     out = out.expanduser()
     partial, first = out.with_name(out.name + ".partial"), dist.get_rank() == 0
@@ -317,8 +320,8 @@ def _new_folder(out: Path) -> Iterator[Path]:
         raise CheckpointError(f"{out} exists already; give another folder")
     if os.path.lexists(partial):
         raise CheckpointError(
-            f"{partial} exists already: another conversion writes it, or was killed; remove it if "
-            "none runs, or give another folder"
+            f"{partial} exists already: another conversion is writing it, or was killed; remove it "
+            "if no conversion runs, or give another folder"
         )
     dist.barrier()
     if first:

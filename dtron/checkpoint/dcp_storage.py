@@ -1,11 +1,11 @@
 """Files of a checkpoint: safetensors and a JSON index, without pickle.
 
-    rank-R.safetensors   written by rank R; NAME@4,0 is the part of tensor NAME that starts at 4, 0
+    rank-R.safetensors   written by rank R; NAME@4,0 is the part of tensor NAME with offsets 4, 0
     index.json           size and SHA-256 of each file; dtype, shape and parts of each tensor
 
-`torch.distributed.checkpoint` plans which rank writes and reads which parts of DTensors; this is
-its storage. A file is written tensor by tensor, hashed while it is written, and synced. If several
-ranks hold the same part, one of them writes it."""
+`torch.distributed.checkpoint` plans which rank writes and reads which parts (chunks) of DTensors;
+this module is its storage layer. A file is written and hashed tensor by tensor, then synced to the
+disk. If several ranks hold the same part, only one of them writes it."""
 
 import hashlib
 import json
@@ -52,17 +52,17 @@ from dtron.io.safetensors_file import (
     reading,
     write_tensors,
 )
-from dtron.io.untrusted import INDEX_BYTES, open_regular
+from dtron.io.untrusted import INDEX_BYTES, sha256_of
 
 INDEX = "index.json"
 _MAX_COMPARED = 4 * 10**6
-"""Most pairs of parts of one tensor that are compared; a malicious index may have more."""
+"""Maximum number of pairs of parts to compare per tensor; an index that needs more is rejected."""
 _FORMAT = 1
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class _WrittenPart(NamedTuple):
-    """The file of a part of a tensor."""
+    """Name, size and SHA-256 of the file that holds a part of a tensor."""
 
     file: str
     written: WrittenFile
@@ -71,45 +71,50 @@ class _WrittenPart(NamedTuple):
 WriteFile = Callable[
     [Location, Mapping[str, TensorSpec], Callable[[str], torch.Tensor]], WrittenFile
 ]
-"""Writes a safetensors file: (path, dtype and shape by name, function name -> tensor);
-`write_tensors` does so in this process."""
+"""Function that writes a safetensors file: (path, dtype and shape by name, function name -> tensor)
+-> size and SHA-256. `write_tensors` writes in this process."""
 
 
-def run_unlimited(act: Callable[[], None]) -> None:
-    """Call a function without a time limit."""
-    act()
+class _UnusedHooks:
+    """Methods of `dcp.StorageWriter` and `dcp.StorageReader` that do nothing in dtron."""
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Do nothing: there is no state between saves or loads."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan unchanged."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        """Accept any path."""
+        return True
 
 
-class ShardWriter(dcp.StorageWriter):
+class ShardWriter(_UnusedHooks, dcp.StorageWriter):
     """Writes the files of one checkpoint into an existing folder.
 
     Args:
-        write: writes this rank's file.
-        run_limited: calls a disk access, and raises OSError if it takes too long.
+        write: function that writes this rank's file.
+        run_limited: calls the function it gets, which accesses the disk, with a time limit; raises
+            OSError if the call exceeds the limit.
     Raises:
-        OSError: within `dcp.save`, which raises a CheckpointException on all ranks.
+        OSError: from its methods; `dcp.save` turns it into a CheckpointException on all ranks.
     """
 
     def __init__(
         self,
         folder: Location,
         write: WriteFile = write_tensors,
-        run_limited: Callable[[Callable[[], None]], None] = run_unlimited,
+        run_limited: Callable[[Callable[[], None]], None] = lambda act: act(),
     ) -> None:
         self.folder, self._write_file, self._limited = folder, write, run_limited
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Do nothing: there is no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign each rank its file."""
+        """Add the name of each rank's file to the rank's plan."""
         return [replace(plan, storage_data=name_of_file(r)) for r, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -150,11 +155,6 @@ class ShardWriter(dcp.StorageWriter):
         text = json.dumps(table, separators=(",", ":")) + "\n"
         self._limited(lambda: write_atomically(self.folder / INDEX, text))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Accept any path."""
-        return True
-
 
 def name_of_file(rank: int) -> str:
     """Return the name of the file that a rank writes."""
@@ -162,7 +162,7 @@ def name_of_file(rank: int) -> str:
 
 
 def _part_name(index: MetadataIndex) -> str:
-    """Return the name of a part in its file; a whole tensor has its own name."""
+    """Return the name of a part in its file: NAME@OFFSETS, or NAME if all offsets are 0."""
     offsets = index.offset or ()
     return f"{index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else index.fqn
 
@@ -192,7 +192,7 @@ class Index:
     files: dict[str, WrittenFile]
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, str]
-    """The file of each part."""
+    """Name of the file that holds each part."""
     sizes: dict[MetadataIndex, torch.Size]
     """The shape of each part."""
 
@@ -201,8 +201,8 @@ def read_index(folder: Location) -> Index:
     """Read index.json.
 
     Raises:
-        CheckpointError: it is damaged, names files outside of the folder, or the parts of a tensor
-            do not cover it exactly once.
+        CheckpointError: the index is damaged, names files outside of the folder, or lists parts of
+            a tensor that overlap or leave gaps.
     """
     path = folder / INDEX
     table = _table(path)
@@ -229,7 +229,7 @@ def read_index(folder: Location) -> Index:
 
 
 def read_files(folder: Location) -> dict[str, WrittenFile]:
-    """Read only the table of files in index.json. Raises CheckpointError: it is damaged."""
+    """Read only the table of files in index.json. Raises CheckpointError: the file is damaged."""
     return _files(_table(folder / INDEX), folder / INDEX)
 
 
@@ -255,7 +255,7 @@ def _files(table: dict[str, Any], path: Location) -> dict[str, WrittenFile]:
 
 
 def tiling_error(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """Return why the parts of a tensor do not cover each element exactly once; None: they do."""
+    """Return an error if the parts of a tensor exceed its shape, overlap or leave gaps."""
     boxes = []
     for chunk in chunks:
         box = [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=False)]
@@ -263,7 +263,7 @@ def tiling_error(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -
         if not same_rank or any(
             a < 0 or b < a or b > n for (a, b), n in zip(box, shape, strict=True)
         ):
-            return f"has a part that is not inside it, {list(chunk.sizes)} at {list(chunk.offsets)}"
+            return f"has a part outside of it, {list(chunk.sizes)} at {list(chunk.offsets)}"
         if math.prod(chunk.sizes):
             boxes.append(box)
     if (overlap := _overlap(boxes)) is not None:
@@ -273,9 +273,10 @@ def tiling_error(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -
 
 
 def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None:
-    """Return a box that overlaps with another one; None: there is none.
+    """Return a box that overlaps with another box; None: no boxes overlap.
 
-    The boxes are swept along the dim with the most different starts, so that few are compared.
+    Sweep along the dim with the most distinct starts, so that few pairs are compared. Also return a
+    box if there are more than _MAX_COMPARED pairs to compare.
     """
     if not boxes or not boxes[0]:
         return boxes[1] if len(boxes) > 1 else None
@@ -294,9 +295,9 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> list[tuple[int, int]] | None
 
 
 def missing_or_short(folder: Location, files: Mapping[str, WrittenFile]) -> str | None:
-    """Return the first missing file, or file of a wrong size; None: there is none.
+    """Return an error for the first file that is missing or has the wrong size; None: all complete.
 
-    Raises UnreachableError.
+    Raises UnreachableError: the object store does not answer or denies access.
     """
     for name, written in files.items():
         try:
@@ -315,10 +316,10 @@ def corrupt(
 ) -> list[str]:
     """Compare the content of a checkpoint's files with their SHA-256; return one message per error.
 
-    All ranks call it together; each reads some of the files, and all return the same.
+    All ranks call it together. Each rank reads some of the files; all ranks return all messages.
 
     Raises:
-        UnreachableError: on all ranks; one of them cannot reach the store.
+        UnreachableError: on all ranks, if one rank cannot reach the object store.
     """
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     mine, wrong, unreachable = sorted(files)[rank::n_ranks], list[str](), ""
@@ -329,7 +330,7 @@ def corrupt(
     gathered: list[tuple[list[str], str]] = [([], "")] * n_ranks
     dist.all_gather_object(gathered, (wrong, unreachable), group=group)
     for other, (_, reason) in enumerate(gathered):
-        if reason:  # this does not show that the checkpoint is damaged
+        if reason:  # the checkpoint is not necessarily damaged
             raise UnreachableError(f"rank {other}: {reason}")
     return [why for rank_wrong, _ in gathered for why in rank_wrong]
 
@@ -350,38 +351,25 @@ def _sha256(path: Location) -> str:
         for block in path.blocks():
             content.update(block)
         return content.hexdigest()
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return sha256_of(path)
 
 
-class StoredReader(dcp.StorageReader):
-    """Base class of readers, which know all tensors from their construction on."""
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Do nothing: there is no state between loads."""
+class StoredReader(_UnusedHooks, dcp.StorageReader):
+    """Base class of the readers for `dcp.load`; a reader reads regions of stored parts."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Do nothing."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan unchanged."""
+        """Return the plans unchanged."""
         return plans
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Accept any path."""
-        return True
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned regions into this rank's tensors, converted to their dtype.
+        """Copy the planned regions into this rank's tensors, converted to the tensors' dtypes.
 
-        Raises CheckpointError: a tensor that has to be of floats is not.
+        Raises CheckpointError: a float tensor is not stored as floats (`check_float`).
         """
         for item in plan.items:
             target = planner.resolve_tensor(item)
@@ -398,8 +386,10 @@ class StoredReader(dcp.StorageReader):
 
 
 def check_float(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-    """Check that a tensor of floats is stored as one: values of other dtypes, or without their
-    scales, would be converted silently. Raises CheckpointError."""
+    """Raise CheckpointError if a tensor must be stored as floats and is not.
+
+    Other dtypes, such as float8 without its scales, would silently be converted to wrong values.
+    """
     if wanted in _FLOATS and stored not in _FLOATS:
         raise CheckpointError(
             f"{name} is stored as {DTYPE_NAMES[stored]}; it has to be one of "
@@ -408,13 +398,13 @@ def check_float(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
 
 
 def region_of(item: ReadItem) -> Region:
-    """Return the region of a stored part that is read."""
+    """Return the region of the stored part that `item` reads."""
     pairs = zip(item.storage_offsets, item.lengths, strict=True)
     return tuple(slice(start, start + n) for start, n in pairs)
 
 
 class ShardReader(StoredReader):
-    """Reads the files of a ShardWriter, in any layout.
+    """Reads the files of a ShardWriter into tensors of any parallel layout.
 
     Attributes:
         index: content of index.json.
@@ -431,7 +421,7 @@ class ShardReader(StoredReader):
         return Metadata(dict(self.index.tensors))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Raises CheckpointError: it is missing."""
+        """Return the dtype of a tensor. Raises CheckpointError: the tensor is missing."""
         if name not in self.index.tensors:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         return self.index.tensors[name].properties.dtype
@@ -451,7 +441,7 @@ class ShardReader(StoredReader):
         return out
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned regions into this rank's tensors, in the order of the files."""
+        """Copy the planned regions into this rank's tensors; read each file from start to end."""
         files: dict[str, list[tuple[ReadItem, StoredTensor, Region]]] = {}
         for item in plan.items:
             part = item, self._stored(item.storage_index), region_of(item)
@@ -463,7 +453,10 @@ class ShardReader(StoredReader):
         return super().read_data(replace(plan, items=items), planner)
 
     def part(self, index: MetadataIndex, region: Region) -> torch.Tensor:
-        """Read a region of one stored part. Raises CheckpointError: file and index differ."""
+        """Read a region of one stored part.
+
+        Raises CheckpointError: the part's dtype or shape in the file differs from the index.
+        """
         stored = self._stored(index)
         with reading(stored.path):
             return stored[region]

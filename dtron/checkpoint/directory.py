@@ -1,12 +1,12 @@
-"""Folders of checkpoints: metadata, search for the newest valid one, committing, deleting.
+"""Folders of checkpoints: metadata, search for the newest valid checkpoint, committing, deleting.
 
     RUN/checkpoints/step-N/     files of `dcp_storage.py`; dtron.json: step, data position, model
-    RUN/checkpoints/latest      name of the checkpoint committed last, for people and scripts
+    RUN/checkpoints/latest      name of the newest committed checkpoint, for people and scripts
 
-A folder is a checkpoint if it has a dtron.json, which is written atomically after all other files
-have reached the disk or the store, and deleted first. So a half-written or half-deleted folder is
-never taken for a checkpoint, also on stores that cannot rename. dtron.json has a checksum of itself
-and of the index; the index has checksums of all files.
+A folder is a checkpoint if it has a dtron.json. This file is written atomically after all other
+files have reached the disk or the object store, and it is deleted first. So a half-written or
+half-deleted folder is never taken for a checkpoint, also in stores that cannot rename. dtron.json
+has a checksum of itself and of the index; the index has checksums of all files.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ METADATA = "dtron.json"
 _ABANDONED = "abandoned.json"
 """METADATA is renamed to this when training continues from an earlier step."""
 PROBE = "latest.partial"
-"""File that a start writes to a store to check that it can; the next save deletes it."""
+"""File that a starting run writes to a store to check write access; the next save deletes it."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _OWN_FILES = re.compile(
     rf"rank-\d+\.safetensors|(index|dtron|abandoned)\.json({PARTIAL_SUFFIX}|\.partial)?"
 )
 _PARTIAL = re.compile(rf"latest({PARTIAL_SUFFIX}|\.partial)")
-"""Names of PROBE and of what a killed run left of `latest`."""
+"""Names of PROBE and of temporary files of `latest` that a killed run has left."""
 RESUME = "set checkpoint.resume ="
 """Start of the fix in an error about a checkpoint to resume from."""
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -62,7 +62,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "schedule": {"train.steps": _Count, "warmup_steps": _Count, "optim.lr": float},
     "faults": {"rollbacks": _Count, "spikes": dict[str, float]},
 }
-"""Types of the entries of dtron.json that are used as they are, by field and key."""
+"""Types of entries in the dicts of dtron.json, by field and key; checked by `_entry_error`."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class CheckpointMetadata:
     """Metadata of a checkpoint, the content of dtron.json."""
 
     step: _Count
-    """Optimizer steps done."""
+    """Number of completed steps."""
     tokens: _Count
-    """Tokens trained on."""
+    """Number of tokens trained on."""
     skipped: _Count
-    """Steps skipped because of non-finite gradients."""
+    """Number of steps skipped because of non-finite gradients."""
     world_size: _Count
     skipped_in_a_row: _Count
-    """Number of skipped steps at the end, without a step in between."""
+    """Number of consecutive skipped steps, up to this step."""
     settings: dict[str, Any]
     """Keys of the run's config that the saved state depends on, with their values."""
     model: dict[str, Any]
@@ -103,9 +103,9 @@ class CheckpointMetadata:
 
 
 def _entry_error(metadata: CheckpointMetadata) -> str | None:
-    """Return what is wrong with one of _ENTRIES; None: nothing.
+    """Return an error for the first invalid entry of _ENTRIES; None: all are valid.
 
-    A schedule has all of its entries, or is empty.
+    Entries may be missing, except those of a non-empty `schedule`.
     """
     for name, kinds in _ENTRIES.items():
         found = getattr(metadata, name)
@@ -120,9 +120,13 @@ def _entry_error(metadata: CheckpointMetadata) -> str | None:
 
 
 def share(path: Location, group: dist.ProcessGroup) -> Location:
-    """Send rank 0's listing and small files of a checkpoint in a store to all ranks.
+    """Broadcast rank 0's listing and small files of a checkpoint in an object store.
 
     All ranks call it together.
+
+    Returns:
+        The path with rank 0's answers, so that other ranks send no requests for them. A local path
+        is returned unchanged.
     """
     if not isinstance(path, Remote):
         return path
@@ -132,7 +136,10 @@ def share(path: Location, group: dist.ProcessGroup) -> Location:
 
 
 def write_metadata(path: Location, metadata: CheckpointMetadata) -> None:
-    """Write dtron.json, which makes a folder with all other files a checkpoint. Raises OSError."""
+    """Write dtron.json, which marks the folder as a complete checkpoint.
+
+    Raises OSError: the file cannot be written.
+    """
     content = asdict(metadata)
     content["sha256"] = _checksum(path, content)
     sync_directory(path)
@@ -143,9 +150,9 @@ def read_metadata(path: Location) -> CheckpointMetadata:
     """Read dtron.json of a checkpoint.
 
     Raises:
-        CheckpointError: it or the index cannot be read, their checksum differs, or the folder's
-            name has another step.
-        UnreachableError: a store does not answer.
+        CheckpointError: dtron.json or the index cannot be read, their checksum is wrong, or the
+            folder's name has a different step.
+        UnreachableError: the object store does not answer.
     """
     content = read_json(path / METADATA)
     checksum = content.pop("sha256", None)
@@ -171,7 +178,10 @@ def read_metadata(path: Location) -> CheckpointMetadata:
 
 
 def _checksum(path: Location, metadata: dict[str, Any]) -> str:
-    """Return the SHA-256 of a checkpoint's metadata and index, which has those of all files."""
+    """Return the SHA-256 of a checkpoint's metadata and index.
+
+    The index has the SHA-256 of each file.
+    """
     text = json.dumps(metadata, sort_keys=True).encode()
     return hashlib.sha256(text + read(path / INDEX, INDEX_BYTES)).hexdigest()
 
@@ -179,13 +189,13 @@ def _checksum(path: Location, metadata: dict[str, Any]) -> str:
 def problem(path: Location) -> str | None:
     """Return the first problem in a checkpoint's file names, sizes and metadata; None: no problem.
 
-    Raises UnreachableError.
+    Raises UnreachableError: the object store does not answer or denies access.
     """
     try:
         read_metadata(path)
         if wrong := missing_or_short(path, read_index(path).files):
             return f"{path}: {wrong}"
-    except UnreachableError:  # the checkpoint itself may be good
+    except UnreachableError:  # the checkpoint may be valid
         raise
     except CheckpointError as error:
         return str(error)
@@ -199,9 +209,9 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
         resume: `latest`, a run, a folder of checkpoints, a checkpoint, or empty.
         folders: folders of this run's checkpoints.
     Raises:
-        CheckpointError: the path has no checkpoint or a damaged one; or with `latest`, all existing
-            ones are damaged.
-        OSError: a store cannot be reached.
+        CheckpointError: the path has no checkpoint or a damaged checkpoint; with `latest`, all
+            checkpoints are damaged.
+        OSError: a URL cannot be reached.
     """
     if not resume:
         return None
@@ -219,10 +229,13 @@ def find(resume: str, folders: Sequence[Location]) -> Location | None:
 
 
 def find_weights(path: Location | str, besides: str = "") -> Location:
-    """Find the checkpoint at a path to a checkpoint or a run. Raises CheckpointError.
+    """Find the checkpoint at a path, or the newest valid checkpoint of the run at this path.
 
     Args:
-        besides: another kind of folder that the caller accepts, for the error message.
+        besides: folders that the caller also accepts, in words that the error message inserts
+            before "a checkpoint", such as "a Hugging Face folder nor ".
+    Raises:
+        CheckpointError: the path has no checkpoint, or the checkpoint is damaged.
     """
     found = _checkpoint_in(path)
     if found is None:
@@ -231,12 +244,12 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
             f"directory that has one{hint_of_weights(str(path))}"
         )
     if wrong := problem(found):
-        raise unreadable(found, wrong, "take")
+        raise unreadable(found, wrong, "use")
     return found
 
 
 def _checkpoint_in(path: Location | str) -> Location | None:
-    """Return the checkpoint at a path, or the newest good one below it; None: there is none."""
+    """Return the checkpoint at a path, or the newest valid checkpoint of a run at this path."""
     where = listed(location(path))
     if is_file(where / METADATA):
         return where
@@ -246,15 +259,15 @@ def _checkpoint_in(path: Location | str) -> Location | None:
 def newest_good(
     folders: Sequence[Location], after: Location | None = None, below: int | None = None
 ) -> Location | None:
-    """Find the newest checkpoint without a `problem`, with a warning for each newer one.
+    """Find the newest checkpoint without a `problem`; warn of each damaged newer checkpoint.
 
-    Of two checkpoints of the same step, the one in the first folder is taken.
+    If several folders have a checkpoint of the same step, the first folder is tried first.
 
     Args:
-        after: a checkpoint that proved to be damaged; look for the next one after it.
-        below: look for steps below this.
+        after: a damaged checkpoint; only checkpoints after it in `newest_first` are considered.
+        below: only steps below this are considered.
     Returns:
-        The checkpoint; None: the folders have none.
+        The checkpoint; None: the folders have no checkpoint.
     Raises:
         CheckpointError: all checkpoints have a problem.
     """
@@ -269,55 +282,55 @@ def newest_good(
     if wrong or after is not None:
         raise CheckpointError(
             f"no good checkpoint is left in {' and '.join(map(str, folders))}"
-            f"{wrong and ': ' + wrong}; copy one there from elsewhere, or start from step 0: leave "
+            f"{wrong and ': ' + wrong}; copy a good checkpoint there, or start from step 0: leave "
             "out checkpoint.resume and set another run.dir"
         )
     return None
 
 
 def newest_first(folders: Sequence[Location]) -> list[Location]:
-    """List all checkpoints, newest first; those of one step in the order of their folders."""
+    """List all checkpoints, newest first; checkpoints of one step in the order of `folders`."""
     found = [path for folder in folders for path in complete(listed(folder))]
     return sorted(found, key=lambda path: -step_of(path))
 
 
 def check_model(path: Location, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Check that a checkpoint is of this model. Raises CheckpointError with what differs."""
+    """Check that a checkpoint is of this model. Raises CheckpointError with the differences."""
     keys = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
     if keys:
-        shown = ", ".join(f"{k}: {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in keys[:4])
+        shown = ", ".join(f"{k}: {saved.get(k)!r}, not {wanted.get(k)!r}" for k in keys[:4])
         raise CheckpointError(f"{path} is of another model ({shown}); set the same model")
 
 
 def check_agreement(path: Location | None, group: dist.ProcessGroup) -> None:
-    """Check that all ranks have found the same checkpoint.
+    """Raise CheckpointError on all ranks if ranks have found different checkpoints.
 
-    They have not if hosts do not share the run directory, for example. All ranks call it together.
-    Raises CheckpointError on all of them.
+    Ranks find different checkpoints if, for example, hosts do not share the run directory. All
+    ranks call this together.
     """
     found: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, identity(path) if path else None, group=group)
     if len(set(found)) > 1:
         names = ", ".join(each[0] if each else "None" for each in found)
         raise CheckpointError(
-            f"ranks see different checkpoints ({names}); they must be on a file system that all "
-            "hosts share"
+            f"ranks see different checkpoints ({names}); checkpoints must be on a file system that "
+            "all hosts share"
         )
 
 
 def agree(
     found: Location | None, folders: Sequence[Location], group: dist.ProcessGroup
 ) -> Location | None:
-    """Agree on the newest checkpoint without a `problem` that every rank sees in its folders.
+    """Agree on the newest checkpoint without a `problem` that all ranks see in their folders.
 
     All ranks call it together.
 
     Args:
         found: the newest checkpoint that this rank sees.
     Returns:
-        This rank's path of the checkpoint; None: no rank sees any.
+        This rank's path of the checkpoint; None: no rank sees a checkpoint.
     Raises:
-        CheckpointError: on all ranks; some see good checkpoints, but none is seen by all.
+        CheckpointError: on all ranks; no checkpoint is seen by all ranks, but some ranks see one.
     """
     newest: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(newest, identity(found) if found else None, group=group)
@@ -331,13 +344,13 @@ def agree(
     dist.all_gather_object(seen, list(mine), group=group)
     for each in seen[0]:
         if all(each in others for others in seen):
-            log.warning("%s is the newest checkpoint that all ranks see", mine[each])
+            log.warning("ranks see different newest checkpoints; all use %s", mine[each])
             return mine[each]
     if any(seen):
         names = ", ".join(others[0][0] if others else "None" for others in seen)
         raise CheckpointError(
-            f"ranks see different checkpoints ({names}) and none that all of them see; they must "
-            "be on a file system that all hosts share"
+            f"ranks see different checkpoints ({names}), and no checkpoint is seen by all of them; "
+            "checkpoints must be on a file system that all hosts share"
         )
     return None
 
@@ -348,20 +361,23 @@ def identity(path: Location) -> tuple[str, str]:
     return path.name, hashlib.sha256(read(file)).hexdigest() if file.exists() else ""
 
 
-def check_content(path: Location, group: dist.ProcessGroup, fix: str = "take") -> None:
+def check_content(path: Location, group: dist.ProcessGroup, fix: str = "use") -> None:
     """Compare all files of a checkpoint with the SHA-256 in its index; all ranks call it together.
 
-    Raises CheckpointError on all ranks; `fix` as for `unreadable`.
+    Args:
+        fix: text of the error before the path of the suggested checkpoint.
+    Raises:
+        CheckpointError: on all ranks, if a file differs.
     """
     if wrong := corrupt(path, read_index(path).files, group):
         raise unreadable(path, wrong[0], fix)
 
 
 def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointError:
-    """Make the error for a checkpoint that cannot be loaded; it names another one to load.
+    """Return the error for a checkpoint that cannot be loaded, with another one to use.
 
     Args:
-        fix: text before the path of the other checkpoint.
+        fix: text before the path of the suggested checkpoint.
     """
     others = [other for other in newest_first([path.parent]) if other != path]
     instead = f"{fix} {str(others[0])!r}" if others else "no other checkpoint exists"
@@ -369,7 +385,7 @@ def unreadable(path: Location, reason: str, fix: str = RESUME) -> CheckpointErro
 
 
 def prepare_folder(folder: Location, kept: Collection[Location] = ()) -> None:
-    """Make an empty folder for a new checkpoint, and delete incomplete ones next to it.
+    """Make an empty folder for a new checkpoint, and delete incomplete checkpoints in its parent.
 
     Args:
         kept: folders that are still read or written and must not be deleted.
@@ -382,14 +398,15 @@ def prepare_folder(folder: Location, kept: Collection[Location] = ()) -> None:
         raise CheckpointError(f"{folder} exists already")
     if foreign := _foreign(folder):
         raise CheckpointError(f"{folder} has a file {foreign}, which is not dtron's; move it away")
-    delete(folder)  # an abandoned checkpoint, whose step is trained again
+    delete(folder)  # it may be an abandoned checkpoint of this step
     make_folder(folder)
 
 
 def commit(folder: Location, metadata: CheckpointMetadata) -> None:
-    """Commit a checkpoint: write its metadata last. Raises OSError.
+    """Commit a checkpoint: write its metadata after all other files.
 
-    Then point `latest` to it, for people and scripts; a warning where that fails.
+    Then write the checkpoint's name to `latest`, for people and scripts; log a warning if that
+    fails. Raises OSError: the metadata cannot be written.
     """
     write_metadata(folder, metadata)
     sync_directory(folder.parent)
@@ -397,7 +414,7 @@ def commit(folder: Location, metadata: CheckpointMetadata) -> None:
     try:
         write_atomically(latest, folder.name + "\n")
     except OSError as error:
-        log.warning("%s cannot be written: %s; %s is complete", latest, error, folder)
+        log.warning("%s cannot be written: %s; checkpoint %s is complete", latest, error, folder)
 
 
 def delete_old(
@@ -407,14 +424,15 @@ def delete_old(
     keep_every: int,
     kept: Collection[Location] = (),
 ) -> None:
-    """Delete all but the `keep` newest checkpoints, and abandoned ones. Raises OSError.
+    """Delete abandoned checkpoints and all but the `keep` newest (0: keep all).
 
-    Steps that are multiples of `keep_every`, the checkpoint `newest` and those in `kept` stay.
+    Never delete `newest`, checkpoints in `kept`, or steps that are multiples of `keep_every`.
+    Raises OSError: a checkpoint cannot be read or deleted.
     """
     old = sorted(complete(checkpoints), key=step_of)[:-keep] if keep else []
     spared = {path for path in old if keep_every and step_of(path) % keep_every == 0}
     old = [path for path in old if path not in {newest, *kept, *spared}]
-    if not isinstance(checkpoints, Remote):  # where one request deletes all files
+    if not isinstance(checkpoints, Remote):  # in a store, one request deletes all files
         for path in old:
             _invalidate(path)
     left = _leftovers(checkpoints, {newest, *kept}, abandoned=True)
@@ -423,32 +441,36 @@ def delete_old(
 
 
 def delete_checkpoint(folder: Location) -> None:
-    """Delete a checkpoint; its metadata first, so that it is invalid at once. Raises OSError."""
+    """Delete a checkpoint, its metadata first, so that the checkpoint is invalid at once.
+
+    Raises OSError: a file cannot be deleted.
+    """
     _invalidate(folder)
     delete(folder)
 
 
 def _invalidate(folder: Location) -> None:
-    """Delete the metadata of a checkpoint; of a link to one, which is another run's, the link."""
+    """Delete the metadata of a checkpoint; if the folder is a link, delete only the link."""
     delete(folder if is_link(folder) else folder / METADATA)
 
 
 def _foreign(folder: Location) -> str:
-    """Return the name of a file that dtron does not write to checkpoints; empty: none."""
+    """Return the name of a file that dtron does not write to checkpoints; empty: no such file."""
     return next((name for name in names_in(folder) if not _OWN_FILES.fullmatch(name)), "")
 
 
 def abandon_after(checkpoints: Location, step: int) -> None:
-    """Invalidate checkpoints newer than `step`, whose steps are trained again. Raises OSError.
+    """Invalidate checkpoints newer than `step`: their steps are trained again.
 
-    Their files stay until the next commit; renaming abandoned.json to dtron.json restores one. A
-    link is removed, and the checkpoint that it leads to is not changed.
+    Their files stay until the next commit; until then, renaming abandoned.json to dtron.json
+    restores a checkpoint. If a checkpoint is a link, only the link is removed.
+    Raises OSError: a checkpoint cannot be read or changed.
     """
     for path in complete(checkpoints):
         if step_of(path) <= step:
             continue
         if is_link(path):
-            log.warning("%s is newer than step %d: the link is removed", path, step)
+            log.warning("removing link %s: it is newer than step %d", path, step)
         else:
             write_atomically(path / _ABANDONED, read(path / METADATA).decode())
         _invalidate(path)
@@ -457,10 +479,12 @@ def abandon_after(checkpoints: Location, step: int) -> None:
 def _leftovers(
     checkpoints: Location, kept: Collection[Location] = (), abandoned: bool = False
 ) -> list[Location]:
-    """List incomplete checkpoints of killed runs, except `kept`. Raises OSError.
+    """List incomplete checkpoints of killed runs, except `kept`.
 
     Args:
         abandoned: also list abandoned checkpoints.
+    Raises:
+        OSError: a folder cannot be read.
     """
     steps = (checkpoints / name for name in names_in(checkpoints))
     left = [path for path in steps if step_of(path) and path not in kept]

@@ -1,7 +1,6 @@
 """Initial weights of a run: from a Hugging Face folder or a checkpoint of dtron.
 
-Each rank reads only its shards: `torch.distributed.checkpoint` plans which these are, for any
-layout, and the reader reads them.
+Each rank reads only its shards, which `torch.distributed.checkpoint` plans for any layout.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ INITIAL = "initial"
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Location of initial weights, and their model."""
+    """Location of initial weights, and the config of their model."""
 
     path: Location
     name: str
@@ -44,13 +43,13 @@ class InitialWeights:
 
 
 class HuggingFaceReader(StoredReader):
-    """Reader of a Hugging Face folder for `dcp.load`; every tensor is one part."""
+    """Reader of a Hugging Face folder for `dcp.load`; every tensor is stored in one part."""
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return all tensors under their names in checkpoints."""
+        """Return the metadata of all tensors, under their names in checkpoints."""
         return Metadata(
             {
                 f"model.{fqn}": tensor_metadata(self.folder.dtype(fqn), each.shape)
@@ -64,13 +63,13 @@ class HuggingFaceReader(StoredReader):
 
 
 def open_initial(path: str | Location, zero_centered: bool = False) -> InitialWeights:
-    """Open initial weights and find out their model.
+    """Open initial weights and read the config of their model.
 
     Args:
         path: a Hugging Face folder, a checkpoint, or a run.
-        zero_centered: as for `HFFolder`.
+        zero_centered: read norm weights of a Hugging Face folder as gamma - 1.
     Raises:
-        CheckpointError: the path is none of these, or incomplete.
+        CheckpointError: the path is none of these, or the folder is incomplete.
     """
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
@@ -88,14 +87,14 @@ def open_initial(path: str | Location, zero_centered: bool = False) -> InitialWe
 
 
 def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:
-    """Check that weights are of this model. Raises CheckpointError with the keys to set."""
+    """Check that weights fit this model. Raises CheckpointError with the keys to set."""
     if initial.name != name:
         raise CheckpointError(
             f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
             f"set model.name={initial.name}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
-    unlike = differences(given, config)  # weights of MTP blocks need not be used
+    unlike = differences(given, config)  # a run without MTP ignores these weights
     if initial.folder is None:
         kept = initial.config.norm_zero_centered
         if kept != config.norm_zero_centered:
@@ -108,7 +107,7 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
 
 
 def model_settings(name: str, config: DecoderConfig) -> str:
-    """Return the `model.*` overrides for a model: the closest size, and the fields that differ."""
+    """Return the `model.*` settings of a model: the closest size, and the fields that differ."""
     unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
     size = min(unlike, key=lambda each: len(unlike[each]))
     words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
@@ -127,7 +126,7 @@ _PROBE = "Hello, world 1234! Grüße\n\n  def f(x): return x\t你好 🙂"
 def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
     """Set the keys that `checkpoint.initial` determines.
 
-    These are the model if `model.size` is "initial", and the tokenizer if none is set.
+    These are the model, if `model.size` is "initial", and `data.tokenizer`, if it is not set.
 
     Args:
         values: nested values as read from TOML and the command line; not changed.
@@ -135,7 +134,7 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
         The same values, or a copy with `model` and `data.tokenizer` set.
     Raises:
         ConfigError: `model.size` is "initial" without `checkpoint.initial`.
-        CheckpointError: the path holds no model.
+        CheckpointError: the path has no model.
     """
     model, data = values.get("model", {}), values.get("data", {})
     path, by_initial = values.get("checkpoint", {}).get("initial", ""), model.get("size") == INITIAL
@@ -154,7 +153,10 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_setting(path: str | Location) -> str:
-    """Return `data.tokenizer` of a Hugging Face folder, a checkpoint or a run; empty: none."""
+    """Return the value of `data.tokenizer` for a Hugging Face folder, a checkpoint or a run.
+
+    Empty: unknown.
+    """
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
         return str(where / TOKENIZER) if is_file(where / TOKENIZER) else ""
@@ -163,16 +165,17 @@ def tokenizer_setting(path: str | Location) -> str:
 
 
 def check_tokenizer(initial: InitialWeights, tokenizer: Tokenizer, data: Data) -> None:
-    """Check that the tokenizer is the one of the initial weights.
+    """Check that the run's tokenizer gives the same ids as the tokenizer of the initial weights.
 
     Raises:
-        ConfigError: it gives other ids, or a Hugging Face folder has no tokenizer and none is set.
+        ConfigError: the ids differ, or a Hugging Face folder has no tokenizer and data.tokenizer
+            is "byte".
     """
     known = tokenizer_setting(initial.path)
     if not known and initial.folder is not None and data.tokenizer == "byte":
         raise ConfigError(
             f"checkpoint.initial = {str(initial.path)!r} has no {TOKENIZER}; set data.tokenizer to "
-            'that of the model, or checkpoint.allow_data_change=true to train on bytes ("byte")'
+            "the model's, or checkpoint.allow_data_change=true to train on bytes"
         )
     if not known or known == data.tokenizer:
         return
@@ -181,5 +184,5 @@ def check_tokenizer(initial: InitialWeights, tokenizer: Tokenizer, data: Data) -
         raise ConfigError(
             f"data.tokenizer = {data.tokenizer!r} is not the tokenizer of checkpoint.initial = "
             f"{str(initial.path)!r}; set data.tokenizer={known}, leave it out, or set "
-            "checkpoint.allow_data_change=true to train with another one"
+            "checkpoint.allow_data_change=true to train with another tokenizer"
         )

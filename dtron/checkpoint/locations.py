@@ -1,4 +1,4 @@
-"""Locations of a run's checkpoints: a durable folder or store, and optionally a faster folder.
+"""Locations of a run's checkpoints: a durable folder or object store, and optionally a fast folder.
 
 With a fast folder (the node's disk, /dev/shm), checkpoints are written there, and some of them are
 copied to the durable location in the background.
@@ -23,16 +23,18 @@ class CheckpointLocation:
 
     folder: Location
     interval: int
-    """Steps between checkpoints; 0: only the last one."""
+    """Steps between checkpoints; 0: only after the last step."""
     keep: int
     """Number of newest checkpoints that are kept; 0: all."""
     keep_every: int = 0
-    """Also keep checkpoints of steps that are multiples of this; 0: none."""
+    """Also keep checkpoints of steps that are multiples of this number; 0: none."""
 
 
 def checkpoint_locations(config: RunConfig) -> list[CheckpointLocation]:
-    """Return the locations of a run, the durable one last. Raises ConfigError: a URL is
-    unusable, or the fast folder is another user's."""
+    """Return the checkpoint locations of a run, the durable location last.
+
+    Raises ConfigError: a URL is unusable, or the fast folder belongs to another user.
+    """
     options, run = config.checkpoint, RunDir(config.run.dir)
     folder = location(options.dir) if options.dir else run.checkpoints
     locations = [CheckpointLocation(folder, options.interval, options.keep, options.keep_every)]
@@ -44,23 +46,28 @@ def checkpoint_locations(config: RunConfig) -> list[CheckpointLocation]:
 
 
 def _check_own(fast: Path) -> None:
-    """Check that a folder in a fast folder, where other users may write, is this user's. Raises
-    ConfigError."""
+    """Raise ConfigError if this run's folder in `checkpoint.fast_dir` is another user's.
+
+    Other users may write to `checkpoint.fast_dir`.
+    """
     try:
         status = fast.lstat()
-    except OSError:  # not there, or not accessible, which is reported where it is written
+    except OSError:  # missing, or not accessible: the first write reports it
         return
-    if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+    fix = "remove it or set another folder"
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"checkpoint.fast_dir: {fast} is a link or a file, not a folder; {fix}")
+    if status.st_uid != os.geteuid():
         raise ConfigError(
-            f"checkpoint.fast_dir: {fast} has to be a folder of this user (id {os.geteuid()}), but "
-            f"is a link or of user {status.st_uid}; remove it or set another folder"
+            f"checkpoint.fast_dir: {fast} is a folder of user {status.st_uid}, not of this user "
+            f"({os.geteuid()}); {fix}"
         )
 
 
 def location_of(
     locations: Sequence[CheckpointLocation], checkpoint: Location | None
 ) -> CheckpointLocation | None:
-    """Return the location that holds a checkpoint; None: none of them."""
+    """Return the location that has the folder of a checkpoint; None: no location has it."""
     if checkpoint is None:
         return None
     parent = _resolved(checkpoint.parent)
@@ -72,6 +79,6 @@ def _resolved(folder: Location) -> Location:
 
 
 def _name_of(run: Path) -> str:
-    """Return a unique name for a run's folder in a fast folder that several runs use."""
+    """Return a unique name for a run's folder in a fast folder, which several runs may use."""
     path = str(run.resolve())
     return f"{run.resolve().name}-{sha256(path.encode()).hexdigest()[:8]}"

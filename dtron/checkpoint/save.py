@@ -1,9 +1,9 @@
-"""Writes, commits and copies checkpoints, on all ranks together.
+"""Write, commit and copy checkpoints, on all ranks together.
 
-A hung disk fails the save, not the run: disk access runs in a thread that is abandoned after
-`checkpoint.timeout_seconds`, and every rank then raises the error. So no collective waits longer
-than that for a disk; the save's process group has a longer time-out, and those of training keep
-`parallel.timeout_seconds`.
+A hung disk fails the save, not the run. Each disk access runs in a thread, which is abandoned after
+`checkpoint.timeout_seconds`; then all ranks raise the error. So a collective waits at most this
+long for a disk. The process group of saves has a longer time-out than this, independent of
+`parallel.timeout_seconds`, the time-out of the groups for training.
 """
 
 import contextlib
@@ -53,13 +53,13 @@ OnCommit = Callable[[Location], object]
 class Saver:
     """Writes checkpoints of one run. All ranks construct it and call each method together.
 
-    A run has one for saves and one for copies between locations, each with its own process group,
-    so that their collectives cannot mix.
+    A run has one Saver for saves and one for copies between locations. Each has its own process
+    group, so that their collectives cannot mix.
 
     Args:
-        seconds: time limit for each disk access of a rank.
+        seconds: time limit of each disk access of a rank.
         folder: folder of the checkpoints.
-        on_commit: called on rank 0 with each complete checkpoint.
+        on_commit: called on rank 0 with the path of each complete checkpoint.
     """
 
     def __init__(self, seconds: int, folder: Location, on_commit: OnCommit | None = None) -> None:
@@ -84,7 +84,7 @@ class Saver:
             tensors: all tensors by the names under which they are stored.
             kept: checkpoints that are still read and must not be deleted.
         Raises:
-            CheckpointError: on all ranks; it could not be written, and its files are deleted.
+            CheckpointError: on all ranks; the write has failed, and its files are deleted.
         """
 
         def act(folder: Location) -> None:
@@ -100,12 +100,13 @@ class Saver:
         location: CheckpointLocation,
         process: WriterProcess,
     ) -> None:
-        """Copy a checkpoint to another location and commit it, if it is not there already.
+        """Copy a checkpoint to another location and commit the copy.
 
-        Each rank copies some of the files and compares their SHA-256 with the index.
+        Do nothing if the location has a complete copy. Each rank copies some of the files and
+        compares their SHA-256 with the index.
 
         Raises:
-            CheckpointError: as `write`.
+            CheckpointError: on all ranks; the copy has failed, and its files are deleted.
         """
 
         if self._is_there(source, location.folder / source.name):
@@ -133,14 +134,14 @@ class Saver:
         started = time.monotonic()
         try:
             self.run_on_first(lambda: self._begin(folder, kept))
-            begun = True  # until here the folder may belong to another save
+            begun = True  # before this, the folder may belong to another save
             self._check_shared(folder)
             seen = self._listed / folder.name if self._listed is not None else folder
             act(seen)
             self._run_on(self._checking_rank(folder), lambda: self._check_files(folder))
             self.run_on_first(lambda: self._finish(seen, metadata))
         except (dcp.CheckpointException, CheckpointError, RuntimeError) as error:
-            # A committed one stays, also where a rank is lost before all know of it.
+            # A committed checkpoint is kept, also if a rank fails before all ranks know of it.
             if begun and dist.get_rank() == 0 and not self._committed:
                 with contextlib.suppress(OSError):
                     self._limited(lambda: delete_checkpoint(location.folder / folder.name))
@@ -152,8 +153,8 @@ class Saver:
             self.run_on_first(
                 lambda: delete_old(seen.parent, folder, location.keep, location.keep_every, kept)
             )
-        except CheckpointError as error:  # the new one is complete
-            log.warning("%s: an older checkpoint could not be deleted: %s", folder, error)
+        except CheckpointError as error:  # the new checkpoint is complete
+            log.warning("saved %s, but could not delete an older checkpoint: %s", folder, error)
         finally:
             self._listed = None
 
@@ -164,10 +165,10 @@ class Saver:
         prepare_folder(self._listed / folder.name, kept)
 
     def _checking_rank(self, folder: Location) -> int:
-        """Return the rank that checks that all ranks' files exist.
+        """Return the rank that checks that the files of all ranks exist: rank 0 on a file system.
 
-        For a store it is the last rank, since rank 0 makes more requests than others; a single rank
-        checks nothing, as the store has confirmed its files.
+        In an object store, the last rank checks, since rank 0 makes more requests than other
+        ranks. If there is one rank, no rank checks, since the store has confirmed its files.
         """
         last = dist.get_world_size() - 1
         return 0 if isinstance(folder, Path) else last or _NOBODY
@@ -202,14 +203,17 @@ class Saver:
         return found[0]
 
     def run_on_first(self, act: Callable[[], None]) -> None:
-        """Call `act` on rank 0 while the others wait; its failure is raised on all ranks."""
+        """Call `act` on rank 0 while other ranks wait.
+
+        Raises CheckpointError on all ranks: `act` failed.
+        """
         self._run_on(0, act)
 
     def _run_on(self, rank: int, act: Callable[[], None]) -> None:
         self._run_on_all(act if dist.get_rank() == rank else lambda: None)
 
     def _run_on_all(self, act: Callable[[], None]) -> None:
-        """Call `act` on every rank. Raises CheckpointError on all ranks: one of them failed."""
+        """Call `act` on every rank. Raises CheckpointError on all ranks: one rank failed."""
         failure: str | None = None
         try:
             self._limited(act)
@@ -222,7 +226,7 @@ class Saver:
                 raise CheckpointError(f"rank {rank}: {message}")
 
     def _limited(self, act: Callable[[], None]) -> None:
-        """Call a disk access in a thread. Raises TimeoutError and abandons it after `seconds`."""
+        """Call `act` in a thread; after `seconds`, abandon the thread and raise TimeoutError."""
         try:
             Background(act).wait(self.seconds)
         except TimeoutError:
@@ -251,7 +255,7 @@ class Saver:
 
 
 def _index_text(folder: Location) -> str:
-    """Read index.json: the files of each tensor, and their SHA-256."""
+    """Return the text of index.json, which has the SHA-256 of each file."""
     return read(folder / INDEX, INDEX_BYTES).decode()
 
 
@@ -264,7 +268,7 @@ def _copy_files(source: Location, folder: Location, process: WriterProcess) -> N
 
 
 def first_cause(error: dcp.CheckpointException) -> CheckpointError:
-    """Return the failure of the first rank that failed, as an error for the user."""
+    """Return the error of the lowest failed rank, as an error for the user."""
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     if isinstance(cause, CheckpointError):
         return cause

@@ -1,7 +1,7 @@
 """Cached plan of `torch.distributed.checkpoint` for saving: which rank writes which tensors.
 
-A rank whose tensors have not changed since the last save sends an empty plan. Only if any rank's
-tensors have changed, the global plan is made again.
+A rank sends an empty plan if the names, shapes and dtypes of its tensors are the same as in the
+previous save. The global plan is made again only if a rank sends a new plan.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ class CachedSavePlanner(DefaultSavePlanner):
     """Plans the saves of one run and caches the plan.
 
     Attributes:
-        staged: local tensors by name, to be written instead of the planned ones; None: no others.
-        n_global_plans: how often a global plan was made.
+        staged: copies of local tensors, by name, to write instead of the tensors; None: write the
+            tensors.
+        n_global_plans: number of global plans made so far.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._global_metadata: Metadata | None = None
 
     def create_local_plan(self) -> SavePlan:
-        """Return the tensors of this rank; an unusable plan if they have not changed."""
+        """Return this rank's plan; if unchanged, an empty plan with usable=False."""
         plan = super().create_local_plan()
         if plan == self._local_plan:
             return SavePlan([], usable=False)
@@ -37,8 +38,10 @@ class CachedSavePlanner(DefaultSavePlanner):
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return what each rank writes; the plans as they came if no rank's tensors have
-        changed."""
+        """Return the plan of each rank and the metadata.
+
+        If no rank has sent a new plan, return `all_plans` and the cached metadata.
+        """
         if self._global_metadata is not None and not any(plan.usable for plan in all_plans):
             return all_plans, self._global_metadata
         known = self._all_plans or all_plans
@@ -48,7 +51,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         return plans, self._global_metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes."""
+        """Return this rank's final plan: `new_plan`, or the cached plan if `new_plan` is empty."""
         if new_plan.usable:
             self._final_plan = new_plan
         return self._final_plan

@@ -51,11 +51,11 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of update `step` (0-based) of `steps`.
 
-    It rises linearly to `peak` in the warm-up and then follows SCHEDULES[options.name]; linear and
-    cosine reach min_ratio * peak at the last step.
+    The rate rises linearly to `peak` in the warm-up and then follows SCHEDULES[options.name];
+    linear and cosine reach min_ratio * peak at the last step.
 
     Args:
-        warmup: number of warm-up steps; None: from `warmup_steps`.
+        warmup: number of warm-up steps; None: `warmup_steps` computes it.
     """
     warmup = warmup_steps(steps, options) if warmup is None else warmup
     if step < warmup:

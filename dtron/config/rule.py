@@ -1,8 +1,8 @@
 """The type `Rule`, a condition on several keys of a config, and functions over tables of rules.
 
 Tables: `setting_rules.py` (settings alone), `dtron/setup/rules.py` (model, float8, machine),
-`models/field_rules.py` (fields of a model's config). Keys are `SECTION.KEY`, in a config without
-sections `KEY`.
+`models/field_rules.py` (fields of a model's config). Keys are `SECTION.KEY`, or `KEY` in a config
+without sections.
 """
 
 import json
@@ -25,17 +25,18 @@ class Rule(Generic[Known]):
     keys: str
     """The keys that the rule is about, separated by spaces."""
     holds: Callable[[Known], object] | None = None
-    """Returns a true value if the rule holds; may raise a ConfigError, whose message is then
-    reported. None: the condition in `needs`."""
+    """Function that returns a true value if the rule holds. If it raises a ConfigError, the message
+    of this error is reported. None: the condition is in `needs`."""
     message: str | Callable[[Known], str] = ""
     """Key, value, rule and fix, one line per error. In a string, `{c.train.steps}` is an attribute
     of the rule's argument."""
     needs: str = ""
-    """Instead of a message: what the keys need in order to have an effect. Keys at their default
-    are not reported. Without `holds`, it is a condition in the syntax of `is_met`."""
+    """Instead of a message: what the keys need in order to have an effect. Only keys with other
+    values than their defaults are reported. Without `holds`, a condition in the syntax of `is_met`.
+    """
 
     def messages(self, known: Known, config: BaseModel) -> Iterator[str]:
-        """Yield the messages of this rule; none if it holds."""
+        """Yield the messages of this rule if it is broken."""
         try:
             if self.holds(known) if self.holds else is_met(self.needs, config):
                 return
@@ -52,19 +53,19 @@ class Rule(Generic[Known]):
 
 
 def broken(rules: Iterable[Rule[Known]], known: Known, config: BaseModel) -> Iterator[str]:
-    """Yield the messages of all rules that do not hold."""
+    """Yield the messages of all broken rules."""
     for rule in rules:
         yield from rule.messages(known, config)
 
 
 def refuse(messages: Iterable[str]) -> None:
-    """Raise one ConfigError with all messages, each once and on its own line; none: return."""
+    """Raise one ConfigError with all messages, each once, on its own line; if any exist."""
     if found := list(dict.fromkeys(messages)):
         raise ConfigError("\n".join(found))
 
 
 def changed(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of the keys that are not at their default."""
+    """Yield (key, value) of each of `keys`, separated by spaces, whose value is not its default."""
     for key in keys.split():
         section, _, name = key.rpartition(".")
         values = getattr(config, section) if section else config
@@ -76,7 +77,7 @@ def changed(config: BaseModel, keys: str) -> Iterator[tuple[str, Any]]:
 def is_met(needs: str, config: BaseModel) -> bool:
     """Whether a condition holds: `KEY` (not 0 or empty), `KEY > 1` or `KEY = VALUE`.
 
-    Several are joined by " or "; text after a colon is an explanation and is not evaluated.
+    Several conditions are joined by " or "; text after a colon is an explanation.
     """
     for condition in needs.partition(":")[0].split(" or "):
         key, sign, bound = [*condition.split(" ", 2), "", ""][:3]
@@ -88,10 +89,10 @@ def is_met(needs: str, config: BaseModel) -> bool:
 
 
 def passes(check: Callable[[Known], object]) -> Callable[[Known], bool]:
-    """Make a `holds` of a function that raises a ConfigError if the rule is broken."""
+    """Make a `Rule.holds` from a function that raises a ConfigError if the rule is broken."""
     return lambda known: bool((check(known), True))
 
 
 def finds_none(find: Callable[[Known], Iterable[str]]) -> Callable[[Known], bool]:
-    """Make a `holds` of a function that returns one message per error."""
+    """Make a `Rule.holds` from a function that returns one message per error."""
     return passes(lambda known: refuse(find(known)))

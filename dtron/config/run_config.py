@@ -41,8 +41,8 @@ from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note,
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 
 _PIPE_SECONDS = 10.0
-_CHOSEN = 'chosen automatically; "auto" chooses again'
 """Time limit for reading a config from a pipe."""
+_CHOSEN = 'chosen automatically; "auto" chooses again'
 
 
 class RunConfig(Section):
@@ -66,15 +66,16 @@ class RunConfig(Section):
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | None,
         overrides: Sequence[str] = (),
         complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> "RunConfig":
         """Read a TOML file, or a pipe with TOML, and apply `section.key=value` overrides in order.
 
         Args:
-            complete: sets the keys that `checkpoint.initial` determines, as
-                `dtron.checkpoint.initial_weights.fill_from_initial` does.
+            path: the file; None: defaults only.
+            complete: function that sets the keys that `checkpoint.initial` determines,
+                `dtron.checkpoint.initial_weights.fill_from_initial`; None: leave them as they are.
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
@@ -84,11 +85,12 @@ class RunConfig(Section):
                 f"RunConfig.load(FILE, {_as_overrides(overrides)})"
             )
         try:
-            values = _parsed(read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS))
+            text = "" if path is None else read_text_or_pipe(path, TOML_BYTES, _PIPE_SECONDS)
+            values = _parsed(text)
         except FileNotFoundError:
             raise ConfigError(f"--config {path}: no such file") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--config {path}: {_cause_and_fix(error, path)}") from None
+            raise ConfigError(f"--config {path}: {_cause_and_fix(error, str(path))}") from None
         own = copy.deepcopy(values)
         for override in overrides:
             _apply_override(values, override)
@@ -101,19 +103,21 @@ class RunConfig(Section):
 
     @classmethod
     def _idle_in(cls, values: Mapping[str, Any]) -> set[str]:
-        """Keys without effect in the config file alone; overrides may give them one."""
+        """Return the keys that have no effect in the config file alone, without overrides."""
         try:
             return {key for key, _, _ in idle_keys(cls.model_validate(values))}
         except ValidationError:
             return set()
 
     def _without_dependants(self, values: dict[str, Any], kept: Collection[str]) -> "RunConfig":
-        """Drop keys that an override leaves without effect: a prompt with `train.sample_tokens=0`.
+        """Drop keys that lose their effect by an override.
+
+        Example: train.sample_prompt has no effect with train.sample_tokens=0.
 
         Args:
-            values: the values of this config, nested; changed in place.
-            kept: keys that are not dropped: given on the command line, or without effect in the
-                file already.
+            values: the nested values of this config; changed in place.
+            kept: keys to keep: keys of the command line, and keys that have no effect even without
+                the overrides.
         """
         config = self
         while dropped := [each for each in idle_keys(config) if each[0] not in kept]:
@@ -126,12 +130,11 @@ class RunConfig(Section):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Build from nested mappings. Raises ConfigError where pydantic raises a
-        ValidationError."""
+        """Build a config from nested mappings. Raises ConfigError: a key or value is not legal."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"RunConfig.of takes nested tables such as {{'train': {{'steps': 3}}}}, not "
-                f"{shorten(repr(values))}; read a file by RunConfig.load(FILE)"
+                f"{shorten(repr(values))}; read a file with RunConfig.load(FILE)"
             )
         try:
             return cls.model_validate(values)
@@ -144,7 +147,7 @@ class RunConfig(Section):
         """Return TOML of all keys with their values; reading it gives an equal config.
 
         Args:
-            chosen: keys that were chosen automatically, which a comment says.
+            chosen: keys that were chosen automatically; they get a comment.
         """
         parts = []
         for name in type(self).model_fields:
@@ -165,7 +168,7 @@ class RunConfig(Section):
         return "\n".join(parts)
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
-        """Return a copy with other values, by section and key, which are not checked."""
+        """Return a copy with these values, given by section and key, without checking them."""
         update = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
         return self.model_copy(update=update)
 
@@ -178,7 +181,7 @@ class RunConfig(Section):
         return resolve_degrees({a: getattr(self.parallel, a) for a in DEGREES}, world_size)
 
     def micro_batches(self, world_size: int) -> int:
-        """Micro-batches per step: global_batch / (dp_replicate * dp_shard * micro_batch)."""
+        """Return micro-batches per step: global_batch / (dp_replicate * dp_shard * micro_batch)."""
         degrees = self.degrees(world_size)
         ranks = degrees["dp_replicate"] * degrees["dp_shard"]
         each = ranks * self.train.micro_batch
@@ -193,8 +196,10 @@ class RunConfig(Section):
         return self.train.global_batch // each
 
     def expert_degrees(self, world_size: int) -> dict[ExpertDegree, int]:
-        """Return the degree of every axis of the experts' mesh, outermost first. Raises as
-        `degrees`."""
+        """Return the degree of every axis of the experts' mesh, outermost first.
+
+        Raises ConfigError: the degrees of this mesh or of the main mesh do not fit.
+        """
         parallel = self.parallel
         return resolve_expert_degrees(self.degrees(world_size), parallel.ep, parallel.etp)
 
@@ -205,7 +210,10 @@ class RunConfig(Section):
 
 
 def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degree, int]:
-    """Replace dp_shard = -1 by the ranks that the other degrees leave, and check the product."""
+    """Replace dp_shard = -1 by the world size divided by the other degrees.
+
+    Raises ConfigError: a degree is illegal, or the product is not the world size.
+    """
     for axis, n in degrees.items():
         rest = axis == "dp_shard"
         if not isinstance(n, int) or (n < 1 and not (rest and n == -1)):
@@ -230,7 +238,13 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
 
 
 def _nearest_degree(degrees: Mapping[Degree, int], world_size: int, others: int) -> str:
-    """Suggest one lower degree, such that all but dp_shard divide the world size; empty: none."""
+    """Suggest a lower degree of one axis; empty: no lower degree helps.
+
+    With it, the product of all degrees except dp_shard divides the world size.
+
+    Args:
+        others: current product of all degrees except dp_shard.
+    """
     for axis in ("tp", "cp", "pp", "dp_replicate"):
         rest = others // degrees[axis]
         for n in range(degrees[axis] - 1, 0, -1):
@@ -245,13 +259,13 @@ def resolve_expert_degrees(
     """Return the degrees of the experts' mesh: edp_shard x ep x etp = dp_shard x cp x tp.
 
     Args:
-        degrees: degrees of the other mesh, resolved.
-        ep: ranks that hold different experts.
-        etp: ranks over which each expert's hidden width is split.
+        degrees: degrees of the mesh of the other parameters, from `resolve_degrees`.
+        ep: number of ranks over which the experts are distributed.
+        etp: number of ranks over which each expert's hidden width is split.
     Returns:
         Degrees from outermost to innermost; edp_shard ranks shard each expert's parameters.
     Raises:
-        ConfigError: ep x etp does not divide dp_shard x cp x tp; names values that do.
+        ConfigError: ep x etp does not divide dp_shard x cp x tp.
     """
     ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     if ranks % (ep * etp):
@@ -292,7 +306,7 @@ def choices(section: str, key: str) -> tuple[Any, ...]:
 
 
 def is_automatic(section: str, key: str) -> bool:
-    """Whether a key is set at the start if it is unset or "auto" (`dtron/setup/automatic.py`)."""
+    """Whether a key is chosen automatically if it is unset or "auto" (dtron/setup/automatic.py)."""
     return key in getattr(RunConfig(), section).automatic
 
 
@@ -302,11 +316,11 @@ _BROKEN_LINES = (
     (r'=\s*\[?\s*"[^"]*\\', "a backslash in \"...\" begins an escape; write '...' or \\\\"),
     (r"=\s*([A-Za-z_~./][\w~./-]*)\s*(#.*)?$", 'text is quoted in TOML; write "{}"'),
 )
-"""Pattern of a line that TOML cannot be -> fix."""
+"""Pattern of a line that is not TOML -> fix."""
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Parse TOML; the error of a line has a fix, where one is known. Raises ValueError."""
+    """Parse TOML. Raises ValueError: not TOML; with a fix if _BROKEN_LINES has one."""
     if text.startswith("\ufeff"):
         raise ValueError("the file begins with a byte order mark; save it as UTF-8 without one")
     try:
@@ -377,7 +391,7 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
 
 def _override_value(text: str, raw: str) -> Any:
     try:
-        if raw.lstrip().startswith(("[", "{")):  # other values have no keys, or are words with dots
+        if raw.lstrip().startswith(("[", "{")):  # only these have keys, which `parse_toml` checks
             return parse_toml(f"x = {raw}")["x"]
         return parse(f"x = {raw}", tomllib.loads)["x"]
     except tomllib.TOMLDecodeError:
@@ -398,4 +412,4 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return json.dumps(value, ensure_ascii=False)  # strings, bools and numbers are written alike
+    return json.dumps(value, ensure_ascii=False)  # JSON and TOML agree on strings, bools, numbers

@@ -17,7 +17,7 @@ MAX_LAYERS = 10_000
 MAX_STEPS = 2**31 - 1
 MAX_SEQUENCES = 2**26
 MAX_TOKENS = 2**26
-"""Most tokens per sequence."""
+"""Maximum number of tokens per sequence."""
 MAX_SECONDS = 30 * 86400
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
@@ -27,14 +27,14 @@ def _check_path(path: str) -> str:
     try:
         Path(path).expanduser()
     except RuntimeError:
-        raise ValueError("no such user has a home directory; write the whole path") from None
+        raise ValueError("the user after ~ has no home directory; write the whole path") from None
     if len(path.encode()) > 4000 or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("a path has at most 4000 bytes, and each name in it 255")
     return path
 
 
 def _check_no_variable(path: str) -> str:
-    """Refuse $HOME and the like, which a folder would be named after."""
+    """Refuse variables such as $HOME, which would become part of a folder's name."""
     if _VARIABLE.search(path):
         raise ValueError(
             "environment variables are not expanded; write the whole path, or ~ for the home "
@@ -46,8 +46,8 @@ def _check_no_variable(path: str) -> str:
 def _check_local(path: str) -> str:
     if _URL.match(path):
         raise ValueError(
-            "not a folder but a URL; use a folder, and checkpoint.dir, which takes URLs, for "
-            "checkpoints in a store"
+            "not a folder but a URL; use a folder (only checkpoint.dir takes URLs, for checkpoints "
+            "in an object store)"
         )
     return path
 
@@ -105,25 +105,25 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     automatic: ClassVar[frozenset[str]] = frozenset()
-    """Keys that `dtron/setup/automatic.py` sets where they are unset or "auto"; until then, and on
-    CPUs, they have their default."""
+    """Keys that `dtron/setup/automatic.py` sets on GPUs if they are unset or "auto". Until then,
+    and on CPUs, they have their defaults."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse changes of a key, which code has read by then."""
+        """Refuse to change a key, since other code may have read its value."""
         if name not in type(self).model_fields:
             return super().__setattr__(name, value)
         key = (
             name if type(self).__name__ == "RunConfig" else f"{type(self).__name__.lower()}.{name}"
         )
         raise ConfigError(
-            f"{key} = {value!r}: a config cannot be changed; make another one, such as "
+            f"{key} = {value!r}: a config cannot be changed; make a new config, such as "
             f"RunConfig.load(FILE, ['{key}={value}'])"
         )
 
     @model_validator(mode="before")
     @classmethod
     def _unset_automatic(cls, values: Any) -> Any:
-        """Leave out "auto" of the keys in `automatic`: code that reads a config never sees it."""
+        """Drop the value "auto" of keys in `automatic`, so that other code never reads it."""
         if not isinstance(values, dict):
             return values
         return {k: v for k, v in values.items() if not (k in cls.automatic and v == "auto")}
@@ -133,10 +133,11 @@ class Run(Section):
     """The run directory."""
 
     dir: LocalPath = "runs/default"
-    """Run directory, no URL: config, metrics, TensorBoard logs and checkpoints. A directory can be
-    used again: files of the earlier run are kept, renamed with a number."""
+    """Run directory (not a URL) for config, metrics, TensorBoard logs and checkpoints. It can be
+    used again: files of the earlier run are kept and renamed with a number."""
     wait_seconds: float = Field(default=30.0, ge=0, le=86400)
-    """Seconds that a start waits for another run in the same directory to end; then it fails."""
+    """Seconds to wait at the start for another run in the same directory to end; then the start
+    fails."""
 
 
 class Model(Section):
@@ -149,16 +150,17 @@ class Model(Section):
     """Size of the model; for llama debug, 1b, 3b, 8b, 70b or 405b. `initial`: take the family and
     the shape from `checkpoint.initial`."""
     override: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the model's config that replace those of the size, in a table
+    """Fields of the model's config that replace the fields of `size`, in a table
     `[model.override]`."""
     attention: Literal["auto", "fa4", "cudnn", "flash_attn", "flash", "flex", "sdpa", "math"] = (
         "auto"
     )
-    """Attention backend; `auto` takes the best one that supports the run, and logs its name."""
+    """Attention backend; `auto` chooses the best backend that supports the run and logs its name.
+    """
 
 
 class Parallel(Section):
-    """Parallelism degrees, numbers of ranks: world size = pp x dp_replicate x dp_shard x cp x
+    """Parallelism degrees (numbers of ranks): world size = pp x dp_replicate x dp_shard x cp x
     tp."""
 
     automatic = frozenset(
@@ -177,76 +179,79 @@ class Parallel(Section):
     pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Pipeline parallelism: ranks over which the layers are split."""
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Expert parallelism: ranks, out of dp_shard x cp x tp, that hold different experts; tokens are
-    dispatched to them. The other ranks of dp_shard x cp x tp shard each expert's parameters."""
+    """Expert parallelism: ranks over which the experts are distributed; each token is dispatched to
+    the ranks of its experts. ep x etp divides dp_shard x cp x tp; the quotient is the number of
+    ranks that shard each expert's parameters."""
     etp: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Expert tensor parallelism: ranks, out of dp_shard x cp x tp, over which the hidden width of
-    each expert is split; independent of tp."""
+    """Expert tensor parallelism: ranks over which the hidden width of each expert is split. It is
+    independent of tp; ep x etp divides dp_shard x cp x tp."""
     dispatcher: Literal["all_to_all", "symmetric_memory", "deepep"] = "all_to_all"
     """With ep or etp > 1, how tokens are dispatched to their experts. `all_to_all`: NCCL all-to-all
     for dispatch and combine; the host waits for the GPU once per layer. `symmetric_memory`: ranks
-    of one host read each other's memory, without such a wait; set `ep_capacity`. `deepep`: the
-    library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` on GPUs of one host
-    if `ep_capacity` is enough for any load (`ep`), else `all_to_all`."""
+    of one host read each other's memory, without this wait; set `ep_capacity`. `deepep`: the
+    library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` with etp = 1 on GPUs
+    of one host if `ep_capacity` is at least ep, which is enough for any load; else `all_to_all`."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
-    """With `dispatcher = "symmetric_memory"`, the most token copies that a rank receives, as a
-    multiple of an even load; buffers and activations of experts grow with it. The run stops when a
-    rank would receive more; a value of ep is always enough."""
+    """With `dispatcher = "symmetric_memory"`, the maximum number of token copies that a rank
+    receives, as a multiple of a balanced load; buffers and activations of experts grow with it. The
+    run stops if a rank would receive more; ep_capacity = ep is always enough."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are
     gathered once per step. 1: optimizer state; gradients are reduced once per step. All stages
-    shard 16 bytes per parameter (12 of float32 weights and AdamW moments, 4 of gradient). In
-    addition, each rank holds 2 bytes per parameter in bfloat16 with 2 or 1, and the unsharded
-    gradients in `reduce_dtype` with 1. `auto`: 2 on GPUs if it fits, else 3."""
+    shard 16 bytes per parameter (12 of float32 weights and AdamW moments, 4 of gradient). With 2
+    and 1, each rank also holds the unsharded bfloat16 parameters (2 bytes per parameter); with 1,
+    also the unsharded gradients in `reduce_dtype`. `auto`: 2 on GPUs if it fits, else 3."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """When gradients are reduced if a step has several micro-batches. `micro_batch`: after each
-    one, so that gradients stay sharded. `step`: once per step, with less communication; each rank
+    micro-batch; gradients stay sharded. `step`: once per step, with less communication; each rank
     then holds the unsharded gradients (32 GB for 8B parameters in float32). `auto`: `step` for zero
     = 1 and for dp_shard = 1, else `micro_batch`."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are sent and summed over data-parallel ranks. bfloat16 halves the
-    bytes. With several micro-batches, it is refused together with `reduce = "step"` or replicas,
-    since micro-batches would be summed in bfloat16 too."""
+    communication. With several micro-batches and `reduce = "step"` or dp_replicate > 1, bfloat16 is
+    refused, since micro-batches would be summed in bfloat16 too."""
     reduce_by: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
-    """How gradients are summed over dp_shard and cp. `all_to_all`: they are sent in `train.dtype`
-    and summed in `reduce_dtype` by the receiver: the same sums as a reduce-scatter, from half the
-    bytes. Refused where micro-batches are summed before the reduction (`reduce = "step"`). `auto`:
+    """How gradients are summed over dp_shard and cp. `all_to_all`: gradients are sent in
+    `train.dtype`, and the receiver sums them in `reduce_dtype`: the sums of a reduce-scatter, half
+    the bytes. Refused if micro-batches are summed before the reduction (`reduce = "step"`). `auto`:
     `all_to_all` in bfloat16 on GPUs of one host with torch before 2.15, else `reduce_scatter`."""
     copy_engines: bool = False
-    """Gather parameters, and send gradients with `reduce_by = "all_to_all"`, by the copy engines of
-    the GPUs instead of NCCL kernels, so that overlapped matmuls keep all multiprocessors. For
-    dp_shard x cp ranks on GPUs of one host. `auto`: true there with `reduce_by =
-    "all_to_all"`."""
+    """Use the copy engines of the GPUs instead of NCCL kernels to gather parameters and, with
+    `reduce_by = "all_to_all"`, to send gradients. Overlapped matmuls then keep all multiprocessors.
+    The dp_shard x cp ranks must be on GPUs of one host. `auto`: true for these ranks with
+    `reduce_by = "all_to_all"`."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
-    """How many FSDP units ahead parameters are gathered while the current unit computes, in forward
-    and in backward. More overlaps more and holds more memory."""
+    """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
+    forward and backward. A larger number overlaps more and needs more memory."""
     sequence_parallel: bool = True
     """With tp > 1, split the sequence over tp outside of attention and feed-forward: each rank
-    computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: for all."""
+    computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: each rank does
+    so for all tokens."""
     async_tp: bool = False
-    """With tp > 1 on GPUs, overlap tensor parallelism's all-gathers and reduce-scatters with the
-    matmuls that need them, by symmetric memory. `auto`: true for a compiled dense model if tp is
-    inside a host and the schedule does not split the backward."""
+    """With tp > 1 on GPUs, overlap the all-gathers and reduce-scatters of tensor parallelism with
+    their matmuls, through symmetric memory. `auto`: true for compiled blocks without latent
+    attention if tp is inside a host and the schedule does not split the backward; models with
+    experts also need `dispatcher = "symmetric_memory"` and no float8."""
     schedule: PathText = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-    ZBVZeroBubble, DualPipeV, or the path of a .csv file with a schedule of your own. `auto`:
-    on GPUs, for dense models without tp and recomputation and with zero below 3, ZBVZeroBubble or
-    else Interleaved1F1B if it fits model and memory; else 1F1B."""
+    ZBVZeroBubble, DualPipeV, or the path of a .csv file with a custom schedule. `auto`: on GPUs,
+    for dense models with tp = 1, no recomputation, and zero below 3 or dp_shard x cp = 1, the first
+    of ZBVZeroBubble and Interleaved1F1B that fits model and memory; else 1F1B."""
     stages_per_rank: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Pipeline stages per rank; 0: the default of the schedule."""
     pp_layout: Text | list[LayerCount] | list[list[Text]] = ""
     """Layers of each pipeline stage: numbers of layers, a layout string such as `Ettt|tttL`, or a
-    list of module names per stage; empty: balanced by matmul cost, the head included."""
+    list of module names per stage; empty: stages of equal matmul cost, including the head."""
     defer_head: int = Field(default=0, ge=0, le=MAX_SEQUENCES)
-    """With pp > 1, the number of micro-batches whose weight gradients of the head are deferred
-    until the pipeline drains; the gradient of each one's logits is held until then. For schedules
-    that do not split the backward, such as 1F1B."""
+    """With pp > 1, the number of micro-batches for which the head's weight gradients are deferred
+    until the pipeline drains; the logits' gradients of these micro-batches are kept until then. For
+    schedules that do not split the backward, such as 1F1B."""
     cp_method: CpMethod | list[CpMethod] = "ring"
-    """With cp > 1, how attention sees the tokens of other ranks: ring, all_gather, ulysses
+    """With cp > 1, how attention gets the keys and values of other ranks: ring, all_gather, ulysses
     (all-to-all over heads) or hierarchical (all-to-all within groups of `cp_inner` ranks, a ring
-    between them). A list gives one method per layer. `auto`: on GPUs of one host ulysses, or else
-    all_gather, for attention without windows; else ring."""
+    between the groups). A list gives one method per layer. `auto`: on GPUs of one host, for
+    attention without windows and not latent, ulysses if it is legal, or all_gather; else ring."""
     cp_inner: int = Field(default=0, ge=0, le=MAX_RANKS)
     """Ranks per all-to-all group with `cp_method = "hierarchical"`; 0: the largest proper divisor
     of cp."""
@@ -256,14 +261,14 @@ class Parallel(Section):
     """Seconds that a collective may wait for other ranks before the run is aborted."""
 
     def cp_methods(self) -> tuple[CpMethod, ...]:
-        """`cp_method` as a tuple: one method for all layers, or one per layer."""
+        """Return `cp_method` as a tuple: one method for all layers, or one per layer."""
         return (self.cp_method,) if isinstance(self.cp_method, str) else tuple(self.cp_method)
 
     def reduces_once(self, sharded: bool) -> bool:
         """Whether gradients are reduced once per step: `reduce` with "auto" resolved.
 
         Args:
-            sharded: parameters are sharded over several ranks.
+            sharded: whether parameters are sharded over several ranks.
         """
         if self.reduce == "auto":
             return self.zero == 1 or not sharded
@@ -283,9 +288,9 @@ class Train(Section):
     micro_batch: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     """Sequences that a rank computes at once; gradients are accumulated until `global_batch`."""
     loss_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
-    """Number of chunks of a micro-batch's tokens in which head and loss are computed. More chunks
+    """Number of chunks into which a micro-batch's tokens are split for head and loss. More chunks
     save memory: only one chunk's logits and their gradient exist at a time. 1: all at once. `auto`:
-    1, or on GPUs 4, 8 or 16 if the run needs it to fit."""
+    1, or on GPUs the lowest of 4, 8 and 16 that fits if 1 does not fit."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters are float32 in both cases; for AdamW's moments see
     `optim.moments`."""
@@ -295,52 +300,60 @@ class Train(Section):
     max_grad_norm: float = Field(default=1.0, ge=0, le=1e30)
     """Gradient clipping: gradients are scaled down to this global norm; 0: no clipping."""
     max_skipped: int = Field(default=10, ge=1, le=MAX_STEPS)
-    """Number of steps in a row with non-finite gradients that ends the run, at the next logged
-    step. Each such step is skipped."""
+    """Steps with non-finite gradients are skipped; this number of them in a row ends the run at the
+    next logged step."""
     eval_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between validations; 0: only after the last step."""
     eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
-    """Most held-out sequences per validation; 0: no validation."""
+    """Maximum number of held-out sequences per validation; 0: no validation."""
     sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens of sample text to generate after the last step; 0: none."""
     sample_prompt: Text = "In the beginning"
     """Text that the sample continues."""
     gc_interval: int = Field(default=200, ge=1, le=MAX_STEPS)
-    """Steps between Python's garbage collections, on all ranks at the same step, so that no rank
-    waits for another's."""
+    """Steps between Python's garbage collections. All ranks collect at the same step, so that no
+    rank waits for the collection of another rank."""
 
 
 class Data(Section):
     """Training data: source, tokenizer, packing."""
 
-    source: Literal["files", "hf"] = "files"
-    """`files`: JSONL or text files, tokenized once and cached. `hf`: a Hugging Face data set, which
-    needs the extra `hf`."""
+    source: Literal["files", "hf", "prepared"] = "files"
+    """`files`: JSONL, Parquet or text files, tokenized once and cached. `hf`: a Hugging Face data
+    set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written."""
     paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
-    """Files of `source = "files"`, relative to the working directory: .jsonl with one document per
-    line, .txt with one document per file; each also as .gz."""
+    """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
+    with one document per line, .txt with one document per file, each also as .gz or .zst, and
+    .parquet. Folders of `source = "prepared"`. Both may be URLs, such as s3://bucket/folder."""
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: StatedPath = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If it is not set and
-    `checkpoint.initial` has a tokenizer, that one is used."""
+    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If the key is not set,
+    the tokenizer of `checkpoint.initial` is used, if it has one."""
     eos_token: Text = ""
-    """Token that ends a document; empty: the first usual one in the vocabulary, such as </s>."""
+    """Token that ends a document; empty: the first usual end token in the vocabulary, such as </s>.
+    """
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the documents that is held out for validation, chosen by a hash of their
-    position. Copies of a held-out document are held out too."""
+    tokens; at most about 2^18 documents. Copies of a held-out document are held out too."""
     packing: Literal["cut", "best_fit", "pad"] = "cut"
     """How documents become sequences. `cut`: documents are concatenated and cut every train.seq_len
     tokens; no padding, but most documents are split. `best_fit`: whole documents share a sequence
-    (best-fit decreasing), padded. `pad`: one document per sequence, padded. The last two split only
-    documents longer than a sequence, and no label is a token of another document."""
+    (best-fit decreasing), padded. `pad`: one document per sequence, padded. With `best_fit` and
+    `pad`, only documents longer than a sequence are split, and labels never cross documents."""
     mask_documents: bool = False
     """Restrict attention to each document, and restart positions at its first token."""
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
-    """Longest document or line of a file, in MB (10^6 bytes). A longer one is an error, so that no
-    file can fill the memory."""
+    """Maximum size of a document or line of a file, in MB (10^6 bytes). A longer one is an error:
+    this limits host memory."""
     cache_dir: LocalPath = "~/.cache/dtron"
     """Folder of tokenized data, which later runs use again."""
+    fetch_ahead: int = Field(default=8, ge=0, le=1000)
+    """Number of steps that a background thread reads ahead, of prepared folders in an object store
+    and of a stream. 0: each step reads its own sequences, while the GPU waits."""
+    store_seconds: int = Field(default=300, ge=1, le=MAX_SECONDS)
+    """Prepared folders in an object store: seconds for which a request that fails is repeated,
+    before the run ends with an error."""
     hf_path: StatedPath = ""
     """Name or local path of the Hugging Face data set."""
     hf_name: Text = ""
@@ -349,7 +362,22 @@ class Data(Section):
     """Split of the Hugging Face data set."""
     hf_streaming: bool = False
     """Read the Hugging Face data set as a stream instead of tokenizing it before the start. Then
-    documents are not shuffled, and the first ones are held out for validation."""
+    documents are not shuffled, and the first documents are held out for validation."""
+
+    substreams: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of parts, by files, into which a stream is divided; sequence k of the run is from part
+    k mod n. Each data-parallel rank tokenizes the parts of its own sequences only. Parts repeat by
+    themselves, so their files should hold about as many tokens."""
+
+    @property
+    def in_store(self) -> bool:
+        """Whether training reads its tokens from an object store."""
+        return self.source == "prepared" and any("://" in path for path in self.paths)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Number of steps that the loader reads ahead: `fetch_ahead`; 0 if that has no effect."""
+        return self.fetch_ahead if self.hf_streaming or self.in_store else 0
 
 
 class Optim(Section):
@@ -364,10 +392,10 @@ class Optim(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """AdamW's decay rate of the second moment."""
     eps: float = Field(default=1e-8, gt=0, le=1.0)
-    """AdamW's epsilon, which is added to the root of the second moment."""
+    """AdamW's epsilon, which is added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of AdamW's moments. bfloat16 saves 4 of their 8 bytes per parameter; it needs beta2 of
-    0.99 at most, since bfloat16 rounds smaller changes away."""
+    """Dtype of AdamW's moments. bfloat16 saves 4 of their 8 bytes per parameter; beta2 must then be
+    at most 0.99, since the smaller changes of a larger beta2 are lost in bfloat16."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """AdamW's decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 
@@ -380,7 +408,8 @@ class Schedule(Section):
     warmup: Warmup = Field(default=0.1, ge=0, le=1e9)
     """Fraction of the steps, below 1, in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
-    """Fraction of the steps, at the end, in which the rate of `wsd` falls; for `wsd` only."""
+    """Fraction of the steps, at the end of the run, in which the learning rate falls; for `wsd`
+    only."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate divided by the peak, for linear, cosine and wsd."""
 
@@ -388,21 +417,27 @@ class Schedule(Section):
 class Recompute(Section):
     """Activation checkpointing and offloading of blocks: less memory for more time."""
 
+    automatic = frozenset(("mode",))
     mode: Literal["none", "full", "attention", "selective"] = "none"
     """What blocks keep for their backward; the rest is recomputed. `none`: everything. `full`: the
     block's input only. `attention`: also the outputs of attention, which cost most to recompute
-    for long sequences. `selective`: also the outputs of matmuls."""
+    for long sequences. `selective`: also the outputs of matmuls.
+    `auto`: `none`, or on GPUs the first of `selective`, `attention` and `full` that fits, if `none`
+    does not fit and no other key of this section is set."""
     every: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Recompute every n-th block only; 1: all blocks."""
     first: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Recompute the first n blocks only; 0: all. The first stage of a pipeline keeps activations of
-    the most micro-batches."""
+    """Recompute the first n blocks only; 0: all. For pipelines, whose first stage keeps the
+    activations of the most micro-batches."""
+    modules: list[Annotated[Text, Field(min_length=1)]] = []
+    """Names of modules of a block to recompute, each from its own input; empty: the whole block.
+    dtron's models have `attn`, `ffn` (dense), `ffn.experts` and `ffn.shared`."""
     offload: bool = False
-    """Keep what blocks save for their backward in pinned host memory; copies overlap with the
-    computation of the next block. On GPUs only."""
+    """Move the tensors that a block saves for its backward to pinned host memory; the copies
+    overlap with the computation of the next block. On GPUs only."""
 
     def acts_on(self, block: int) -> bool:
-        """Whether a block, by its index in the model, recomputes anything."""
+        """Whether the block with this index in the model recomputes anything."""
         chosen = block % self.every == 0 and (not self.first or block < self.first)
         return chosen and self.mode != "none"
 
@@ -422,21 +457,22 @@ class Float8(Section):
 
     recipe: Literal["", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = ""
     """Scaling recipe, a key of dtron.float8.RECIPES; empty: no float8. `tensorwise`: one scale per
-    tensor. `rowwise`: one per row, powers of two. `rowwise_with_gw_hp`: as rowwise, with weight
+    tensor. `rowwise`: one per row, a power of two. `rowwise_with_gw_hp`: as rowwise, with weight
     gradients in `train.dtype`. `blockwise`: one per 1 x 128 activations and 128 x 128 weights, as
-    DeepSeek-V3. `mxfp8`: one per 1 x 32 elements, powers of two. On hardware without the matmul
-    it is emulated, slowly, with a warning."""
+    in DeepSeek-V3. `mxfp8`: one per 1 x 32 elements, a power of two. Hardware without the matmuls
+    of a recipe emulates them, slowly; a warning is logged."""
     scaling: Literal["dynamic", "delayed"] = "dynamic"
-    """How scales are computed. `dynamic`: from the values that are cast. `delayed`, with
-    `tensorwise` only: from the largest absolute values of the last `amax_history` steps, and for
-    weights after each update; ranks then exchange scales once per step, not in each layer."""
+    """How scales are computed. `dynamic`: from the values to cast. `delayed`, with `tensorwise`
+    only: scales of inputs and gradients from their largest absolute values in the last
+    `amax_history` steps, scales of weights after each update. Ranks then exchange scales once per
+    step instead of in each layer."""
     amax_history: int = Field(default=16, ge=1, le=4096)
-    """With `scaling = "delayed"`, number of last steps whose largest absolute values set the
-    scales."""
+    """With `scaling = "delayed"`, the number of last steps whose largest absolute values determine
+    the scales."""
     filter: list[Text] | Literal["auto"] = Field(default_factory=list)
     """Patterns of the linear layers to convert, such as `blocks.*.ffn.*`; empty: all layers of the
-    blocks whose dims are multiples of 16. `auto`: those among them that are faster in float8,
-    as measured on the first rank's GPU when the run starts; all of them if float8 is emulated."""
+    blocks whose dims are multiples of 16. `auto`: only those of these layers that are faster in
+    float8, measured on rank 0's GPU when the run starts; all of them if float8 is emulated."""
     skip: list[Text] = Field(default_factory=list)
     """Patterns of linear layers that stay in `train.dtype`, such as `blocks.*.attn.w[kv]`."""
     skip_first: int = Field(default=0, ge=0, le=MAX_LAYERS)
@@ -446,23 +482,23 @@ class Float8(Section):
     output: bool = False
     """Convert the head (output projection) too."""
     experts: bool = False
-    """Convert the matmuls of experts too: one scale per row of inputs and of weights with every
-    recipe; weight gradients in `train.dtype`."""
+    """Convert the matmuls of experts too. With every recipe, their inputs and weights have one
+    scale per row, and their weight gradients are computed in `train.dtype`."""
     dispatch: bool = False
-    """With ep or etp > 1, dispatch tokens to their experts in float8, and in the backward the
-    gradients of the experts' outputs: one scale per 128 elements of a token. The combine is in
-    `train.dtype`. For `all_to_all` and `symmetric_memory`, with any recipe or none."""
+    """With ep or etp > 1, send tokens to their experts in float8, and in the backward the gradients
+    of the experts' outputs: one scale per 128 elements of a token. The combine is in `train.dtype`.
+    For the dispatchers `all_to_all` and `symmetric_memory`, with any recipe or none."""
     all_gather: bool = False
-    """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. They are cast from
-    the float32 weights, not from bfloat16 copies. With `tensorwise` and `blockwise`; the scales of
-    all weights are computed in one reduction after each update."""
+    """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. The float32
+    weights are cast directly, without bfloat16 copies. With `tensorwise` and `blockwise`; one
+    reduction after each update computes the scales of all weights."""
     gather_inputs: bool = False
     """With parallel.sequence_parallel, gather the input of each attention and feed-forward over tp
     in float8: half the bytes of bfloat16. With `tensorwise` only."""
     report_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps between reports of the accuracy of each layer's casts in the metrics: signal-to-noise
-    ratio in dB, and the fractions that become zero or saturate. Such a step runs without
-    torch.compile. A multiple of metrics.log_interval; 0: never."""
+    """Steps between reports, in the metrics, of the accuracy of each layer's casts: signal-to-noise
+    ratio in dB, and the fractions of values that become zero or saturate. A step with a report runs
+    without torch.compile. A multiple of metrics.log_interval; 0: never."""
 
 
 class Checkpoint(Section):
@@ -470,13 +506,13 @@ class Checkpoint(Section):
 
     dir: StatedPath = ""
     """Folder of this run's checkpoints, which all ranks share, or a URL that fsspec knows (`s3://`,
-    `gs://`, ...); empty: RUN/checkpoints. No two runs may use the same."""
+    `gs://`, ...); empty: RUN/checkpoints. Each run needs its own folder."""
     interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between checkpoints in `dir`; 0: only after the last step."""
     fast_dir: StatedPath = ""
-    """Second, faster checkpoint folder that all ranks share, such as the disk or /dev/shm of a run
-    on one node. Checkpoints are written there first; those due by `interval` are copied to `dir`
-    in the background. Empty: none."""
+    """Second, faster checkpoint folder, which all ranks must share: for a run on one node, such as
+    its local disk or /dev/shm. Checkpoints are written there first; those due by `interval` are
+    copied to `dir` in the background. Empty: none."""
     fast_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between checkpoints in `fast_dir`, in addition to those of `interval`."""
     fast_keep: int = Field(default=1, ge=1, le=MAX_STEPS)
@@ -488,28 +524,29 @@ class Checkpoint(Section):
     path or URL of a run or of one checkpoint. Empty: start from step 0. A job that torchrun
     restarts continues from its own newest checkpoint in any case."""
     allow_data_change: bool = False
-    """Allow a resumed run to have other training data or another tokenizer than the checkpoint; it
-    continues at the same sequence number. Also allow another tokenizer than that of `initial`."""
+    """Allow a resumed run to have other training data or another tokenizer than the checkpoint; the
+    run continues at the same sequence number. Also allow another tokenizer than `initial` has."""
     initial: StatedPath = ""
     """Initial weights of a run that does not resume: a Hugging Face folder, a run or a checkpoint.
     Only weights are read, no optimizer state. Empty: random initialization."""
     verify: bool = True
-    """Compare the SHA-256 of every file of a checkpoint before it is loaded; each rank reads some
-    of the files. false: check names and sizes only."""
+    """Check the SHA-256 of every file of a checkpoint before loading; each rank reads some of the
+    files. false: check names and sizes only."""
     keep: int = Field(default=2, ge=0, le=MAX_STEPS)
     """Number of newest checkpoints that are kept in `dir`; 0: all."""
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """With `keep`, also keep the checkpoints of all steps that are multiples of this; 0: none."""
+    """With `keep`, also keep the checkpoints of steps that are multiples of this number; 0: none.
+    """
     mode: Literal["sync", "async"] = "sync"
     """`sync`: training waits until the checkpoint is written. `async`: the state is copied to host
-    memory, as large as this rank's weights and optimizer state, and a separate process writes it
-    in the background; the next optimizer step waits for the copy only."""
+    memory (the size of a rank's weights and optimizer state), and a separate process writes it in
+    the background; the next optimizer step waits for the copy only."""
     timeout_seconds: int = Field(default=1800, ge=1, le=MAX_SECONDS)
-    """Seconds that one rank may take for its part of a checkpoint; then the save fails on all
-    ranks. Saves do not count towards `parallel.timeout_seconds`."""
+    """Seconds that a rank may take to write its part of a checkpoint; after them, the save fails on
+    all ranks. `parallel.timeout_seconds` does not apply to saves."""
     on_error: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint cannot be written, as on a full disk. `stop`: end the run.
-    `continue`: log the error and train on to the next checkpoint."""
+    `continue`: log the error, and continue to train until the next checkpoint."""
 
 
 class Metrics(Section):
@@ -530,24 +567,24 @@ class Metrics(Section):
     """Add `batch` to each row of metrics.jsonl: a hash of all sequences since the last row, equal
     in every layout. Shows whether two runs train on the same data."""
     step_times: bool = False
-    """Write the time of every step to RUN/steps.json when the run ends. On GPUs they are measured
-    by CUDA events, which make no step wait."""
+    """Write the time of every step to RUN/steps.json when the run ends. On GPUs, CUDA events
+    measure the times, without waiting in any step."""
 
 
 class Faults(Section):
     """Handling of signals, hangs, loss spikes, slow ranks and corrupted memory."""
 
     stop_seconds: int = Field(default=300, ge=0, le=MAX_SECONDS)
-    """Seconds that a run may take to save and end after SIGTERM, SIGINT or SIGUSR1; then it is
-    ended without a checkpoint, with exit code 74. 0: no limit."""
+    """Seconds that a run may take to save and end after SIGTERM, SIGINT or SIGUSR1; then the run
+    ends without a checkpoint, with exit code 74. 0: no limit."""
     hang_seconds: HangSeconds = Field(default=-1, ge=-1, le=MAX_SECONDS)
     """Hang watchdog: seconds without a finished step after which a rank logs where it hangs, writes
-    its stacks to RUN/hangs/ and ends with exit code 75. Validations have the same limit, the start
-    and the first step four times as much, saves checkpoint.timeout_seconds. -1: 0.9 times
-    parallel.timeout_seconds; 0: no watchdog."""
+    its stacks to RUN/hangs/ and ends with exit code 75. The limit is the same for a validation,
+    four times as long for the start and for the first step, and checkpoint.timeout_seconds for a
+    save. -1: 0.9 times parallel.timeout_seconds; 0: no watchdog."""
     max_attempts: int = Field(default=10, ge=0, le=MAX_STEPS)
-    """Attempts in a row without a new checkpoint after which the job ends, even if torchrun's
-    --max-restarts allows more. 0: no limit."""
+    """End the job after this number of consecutive starts (including restarts) without a new
+    checkpoint, even if torchrun's --max-restarts allows more. 0: no limit."""
     on_spike: Literal["", "warn", "skip_data", "rollback"] = ""
     """What to do when the loss is far above its running mean. `warn`: log it. `skip_data`: skip the
     optimizer step. `rollback`: also go back to a checkpoint from before the spike and skip all
@@ -555,24 +592,25 @@ class Faults(Section):
     spike_window: int = Field(default=100, ge=2, le=MAX_STEPS)
     """Number of steps in the running mean and standard deviation of the loss."""
     spike_deviations: float = Field(default=8.0, gt=0, le=1e30)
-    """Standard deviations above the running mean from which a loss is a spike."""
+    """A loss this number of standard deviations above the running mean is a spike."""
     rollback_steps: int = Field(default=1, ge=1, le=MAX_STEPS)
-    """Least number of steps between a spike and the checkpoint to go back to."""
+    """Minimum number of steps between a spike and the checkpoint to go back to."""
     max_rollbacks: int = Field(default=3, ge=1, le=MAX_STEPS)
-    """Most rollbacks of a run; the next spike ends it."""
+    """Maximum number of rollbacks of a run; the next spike ends the run."""
     stragglers_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps between logged tables of the slowest ranks; 0: none. Such a step waits for the GPU."""
+    """Steps between logged tables of the slowest ranks; 0: none. A step with a table waits for the
+    GPU."""
     replicas_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps between bitwise comparisons of parameters that several ranks hold copies of; 0:
-    none."""
+    """Steps between comparisons, bit for bit, of the copies that several ranks hold of a parameter;
+    0: no comparison."""
     on_corruption: Literal["stop", "warn"] = "stop"
     """What to do when copies of parameters differ between ranks."""
     verify_step: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Step (from 1) whose loss and gradients are computed twice and compared bit for bit; 0:
-    none."""
+    """Step (counted from 1) whose loss and gradients are computed twice and compared bit for bit;
+    0: no step."""
 
     def watched_seconds(self, timeout_seconds: int) -> float:
-        """`hang_seconds` with -1 resolved; 0: no watchdog."""
+        """Return `hang_seconds` with -1 resolved; 0: no watchdog."""
         return 0.9 * timeout_seconds if self.hang_seconds < 0 else self.hang_seconds
 
 

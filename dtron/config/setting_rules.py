@@ -1,12 +1,12 @@
-"""Rules across several settings, as rows of tables.
+"""Rules across several settings, as tables.
 
 These rules need a config, or a config and a number of ranks, and do not import torch. Rules that
 need the model, its float8 layers or the machine are in `dtron/setup/rules.py`. Bounds of a single
 key are in `dtron/config/schema.py`.
 
-A rule may depend on a value that cannot be computed because of another error, such as the number of
-micro-batches if the degrees do not multiply to the world size. Then it reports that error, and
-`refuse` shows each message once.
+A rule may need a value that cannot be computed because of another error, such as the number of
+micro-batches if the degrees do not multiply to the world size. The rule then reports that error,
+and `refuse` shows each message once.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config and a number of ranks, legal or not; the argument of rules.
+    """A config and a number of ranks, legal or not: the argument of rules.
 
     An attribute that cannot be computed raises a ConfigError.
     """
@@ -33,12 +33,12 @@ class Candidate:
 
     @property
     def parallel(self) -> Parallel:
-        """The section [parallel]."""
+        """Settings of the section [parallel]."""
         return self.config.parallel
 
     @property
     def train(self) -> Train:
-        """The section [train]."""
+        """Settings of the section [train]."""
         return self.config.train
 
     @cached_property
@@ -70,7 +70,7 @@ def broken_settings(run: Candidate) -> Iterator[str]:
 
 
 def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:
-    """Yield (key, value, what it needs) of the keys that have no effect in this config."""
+    """Yield (key, value, what the key needs) of the keys that have no effect in this config."""
     for rule in EFFECTS:
         if any(rule.messages(config, config)):
             for key, value in changed(config, rule.keys):
@@ -93,7 +93,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("parallel.dispatcher float8.dispatch", needs="parallel.ep > 1 or parallel.etp > 1"),
     Rule(
-        "parallel.ep_capacity",  # with which the dispatcher may be chosen
+        "parallel.ep_capacity",  # the automatic choice of the dispatcher reads it
         lambda c: (
             c.parallel.dispatcher == "symmetric_memory"
             or (c.parallel.ep > 1 and "dispatcher" not in c.parallel.model_fields_set)
@@ -113,7 +113,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs="schedule.name = linear, cosine or wsd",
     ),
     Rule(
-        "recompute.every recompute.first",
+        "recompute.every recompute.first recompute.modules",
         lambda c: c.recompute.mode != "none",
         needs="a recompute.mode",
     ),
@@ -127,7 +127,28 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs="checkpoint.resume or checkpoint.initial",
     ),
     Rule("data.hf_path data.hf_name data.hf_split data.hf_streaming", needs='data.source = "hf"'),
-    Rule("data.paths", needs='data.source = "files"'),
+    Rule(
+        "data.paths",
+        lambda c: c.data.source != "hf",
+        needs='data.source = "files" or "prepared"',
+    ),
+    Rule(
+        "data.text_key",
+        lambda c: c.data.source != "prepared",
+        needs='data.source = "files" or "hf"',
+    ),
+    Rule("data.max_document_mb", needs='data.source = "files"'),
+    Rule("data.substreams", lambda c: c.data.hf_streaming, needs="data.hf_streaming"),
+    Rule(
+        "data.fetch_ahead",
+        lambda c: c.data.hf_streaming or c.data.in_store,
+        needs='data.hf_streaming, or data.source = "prepared" with a URL',
+    ),
+    Rule(
+        "data.store_seconds",
+        lambda c: c.data.in_store,
+        needs='data.source = "prepared" with a URL',
+    ),
     Rule("train.eval_interval", needs="train.eval_sequences"),
     Rule("train.eval_interval", needs="data.validation_fraction: nothing is held out"),
     Rule("train.sample_prompt", needs="train.sample_tokens"),
@@ -141,7 +162,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
 )
-"""Keys that have an effect only if another key has some value."""
+"""Keys that have an effect only with certain values of other keys."""
 
 SETTINGS: tuple[Rule["RunConfig"], ...] = (
     Rule(
@@ -155,14 +176,14 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "faults.on_spike faults.spike_window train.steps",
         lambda c: not c.faults.on_spike or c.train.steps > c.faults.spike_window,
         "faults.on_spike = {c.faults.on_spike!r} with faults.spike_window = "
-        "{c.faults.spike_window} and train.steps = {c.train.steps}: nothing is a spike in the "
+        "{c.faults.spike_window} and train.steps = {c.train.steps}: no spike is detected in the "
         "first window; use a smaller faults.spike_window, or more steps",
     ),
     Rule(
         "parallel.reduce parallel.zero",
         lambda c: c.parallel.zero != 1 or c.parallel.reduce != "micro_batch",
         'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, which is '
-        "zero = 2; use one of the two",
+        "zero = 2; use parallel.zero = 2, or leave parallel.reduce out",
     ),
     Rule(
         "train.loss_chunks train.micro_batch train.seq_len parallel.cp",
@@ -184,6 +205,17 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.sequence_parallel, which is false; set it to true",
     ),
     Rule(
+        "recompute.modules",
+        lambda c: len(set(c.recompute.modules)) == len(c.recompute.modules),
+        "recompute.modules = {c.recompute.modules} names a module twice; name each module once",
+    ),
+    Rule(
+        "recompute.modules parallel.async_tp",
+        lambda c: not c.recompute.modules or not c.parallel.async_tp,
+        "recompute.modules with parallel.async_tp: a module's first matmuls run before the module, "
+        "fused with the gather of its input, and their results are kept; leave out one of the keys",
+    ),
+    Rule(
         "faults.on_spike checkpoint.interval",
         lambda c: c.faults.on_spike != "rollback" or c.checkpoint.interval,
         'faults.on_spike = "rollback" with checkpoint.interval = 0: there would be no checkpoint '
@@ -196,39 +228,45 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
             or not c.checkpoint.keep
             or (c.checkpoint.keep - 1) * c.checkpoint.interval >= c.faults.rollback_steps
         ),
-        'checkpoint.keep = {c.checkpoint.keep} deletes what faults.on_spike = "rollback" goes back '
-        "to: ({c.checkpoint.keep} - 1) x checkpoint.interval = {c.checkpoint.interval} steps are "
-        "fewer than faults.rollback_steps = {c.faults.rollback_steps}; keep more",
+        'checkpoint.keep = {c.checkpoint.keep} is too few for faults.on_spike = "rollback": '
+        "({c.checkpoint.keep} - 1) x checkpoint.interval = {c.checkpoint.interval} steps are fewer "
+        "than faults.rollback_steps = {c.faults.rollback_steps}; keep more checkpoints",
     ),
     Rule(
         "faults.hang_seconds parallel.timeout_seconds",
         lambda c: c.faults.hang_seconds < c.parallel.timeout_seconds,
         "faults.hang_seconds = {c.faults.hang_seconds} is not below parallel.timeout_seconds = "
         "{c.parallel.timeout_seconds}, at which collectives end the run before the watchdog can "
-        "report why; lower the first or raise the second",
+        "report why; lower faults.hang_seconds or raise parallel.timeout_seconds",
     ),
     Rule(
         "faults.verify_step train.steps",
         lambda c: c.faults.verify_step <= c.train.steps,
         "faults.verify_step = {c.faults.verify_step} is after the last step (train.steps = "
-        "{c.train.steps}); use at most that",
+        "{c.train.steps}); use at most {c.train.steps}",
     ),
     Rule(
         "metrics.profile_start train.steps",
         lambda c: c.metrics.profile_start <= c.train.steps,
         "metrics.profile_start = {c.metrics.profile_start} is after the last step (train.steps = "
-        "{c.train.steps}); use at most that",
+        "{c.train.steps}); use at most {c.train.steps}",
     ),
     Rule(
         "schedule.warmup schedule.decay",
         lambda c: c.schedule.name != "wsd" or c.schedule.warmup + c.schedule.decay <= 1,
         "schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} overlap; "
-        "their sum is at most 1",
+        "use values with a sum of at most 1",
+    ),
+    Rule(
+        "data.store_seconds parallel.timeout_seconds",
+        lambda c: not c.data.in_store or 2 * c.data.store_seconds <= c.parallel.timeout_seconds,
+        "data.store_seconds = {c.data.store_seconds} is more than half of parallel.timeout_seconds "
+        "= {c.parallel.timeout_seconds}, at which collectives of other ranks end the run",
     ),
     Rule("data.source", lambda c: c.data.source != "hf" or c.data.hf_path, needs="data.hf_path"),
     Rule(
         "data.source data.paths",
-        lambda c: c.data.source != "files" or c.data.paths,
+        lambda c: c.data.source == "hf" or c.data.paths,
         "data.paths is empty; name at least one file",
     ),
     Rule(
@@ -239,7 +277,7 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "float8.report_interval metrics.log_interval",
         lambda c: c.float8.report_interval % c.metrics.log_interval == 0,
         "float8.report_interval = {c.float8.report_interval} is not a multiple of "
-        "metrics.log_interval = {c.metrics.log_interval}; use one",
+        "metrics.log_interval = {c.metrics.log_interval}; use such a multiple",
     ),
 )
 """Settings that exclude each other."""
@@ -268,7 +306,7 @@ RANKS: tuple[Rule[Candidate], ...] = (
     Rule(
         "parallel.reduce_by parallel.copy_engines",
         lambda c: c.shards > 1,
-        needs="parallel.dp_shard or parallel.cp > 1: no ranks share parameters",
+        needs="parallel.dp_shard or parallel.cp > 1: no parameters are sharded",
     ),
     Rule(
         "parallel.reduce_dtype parallel.zero parallel.reduce parallel.dp_replicate",

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtron.data.fetch_ahead import FetchAhead
 from dtron.data.packing import IGNORE, Packed, State, TrainingSource, ValidationSource
 from dtron.errors import ConfigError, DataError
 
@@ -104,6 +105,7 @@ class Loader:
         micro_batch: rows of a Batch.
         dp_rank, dp_size: which data-parallel rank this is, of how many.
         first_sequence: index of the first step's first sequence.
+        ahead: number of steps to read ahead in a background thread; 0: none, without a thread.
     Raises:
         ConfigError: global_batch is not a multiple of dp_size * micro_batch.
     """
@@ -117,6 +119,7 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         first_sequence: int = 0,
+        ahead: int = 0,
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"data-parallel rank {dp_rank} of {dp_size}"
         if global_batch % (dp_size * micro_batch):
@@ -127,23 +130,54 @@ class Loader:
         self._source = source
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._next = first_sequence
+        self._next, self._ahead = first_sequence, ahead
+        self._background: FetchAhead[tuple[list[Batch], State]] | None = None
+        self._closed = False
+        self._taken: State = {}  # state after the last step that `step` has returned
 
     def step(self) -> list[Batch]:
         """Return the micro-batches of the next step: global_batch / (dp_size * micro_batch) of
         them."""
-        first = self._next + self._dp_rank * self._micro_batch
-        stride = self._dp_size * self._micro_batch
-        batches = []
-        for offset in range(0, self._global_batch, stride):
-            rows = range(first + offset, first + offset + self._micro_batch)
-            batches.append(stacked(self._source.sequence, rows))
+        if not self._ahead:
+            return self._read_step()
+        assert not self._closed, "the loader is closed; call load_state_dict to continue"
+        if self._background is None:
+            self._taken = self._state()
+            self._background = FetchAhead(self._read_with_state, self._ahead)
+        batches, self._taken = self._background.take()
+        return batches
+
+    def close(self, seconds: float | None = None) -> None:
+        """End the background thread, if there is one; wait for it, at most for `seconds`.
+
+        `state_dict` still returns the position after the last step that was returned.
+        """
+        if self._background is not None:
+            self._background.stop(seconds)
+            self._background, self._closed = None, True
+
+    def _read_with_state(self) -> tuple[list[Batch], State]:
+        return self._read_step(), self._state()
+
+    def _state(self) -> State:
+        return {"sequence": self._next, **self._source.state(self._next)}
+
+    def _read_step(self) -> list[Batch]:
+        rows = sequences_of_step(
+            self._next, self._global_batch, self._micro_batch, self._dp_rank, self._dp_size
+        )
+        batches = [stacked(self._source.sequence, each) for each in rows]
         self._next += self._global_batch
         return batches
 
     def state_dict(self) -> State:
-        """Return the position of the next step: ints and strings, equal on every rank, for JSON."""
-        return {"sequence": self._next, **self._source.state(self._next)}
+        """Return the position of the next step: ints and strings, for JSON.
+
+        Equal on every rank, but of a stream that is divided: then `dtron.data.stream.merged` joins
+        the states of all ranks.
+        """
+        read_ahead = self._background is not None or self._closed
+        return self._taken if read_ahead else self._state()
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue at the position of a `state_dict`, of any dp_size, micro_batch and global_batch.
@@ -153,8 +187,24 @@ class Loader:
         """
         if "sequence" not in state:
             raise DataError('the data loader\'s saved state has no "sequence"')
+        self.close()
+        self._closed = False
         self._next = int(state["sequence"])
         self._source.seek(self._next, dict(state))
+
+
+def sequences_of_step(
+    first: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+) -> list[range]:
+    """Return the sequences of each micro-batch of a step on one data-parallel rank.
+
+    Args:
+        first: index of the step's first sequence.
+        global_batch, micro_batch, dp_rank, dp_size: as in Loader.
+    """
+    begin, stride = first + dp_rank * micro_batch, dp_size * micro_batch
+    starts = range(begin, begin + global_batch, stride)
+    return [range(start, start + micro_batch) for start in starts]
 
 
 def validation_batches(

@@ -1,4 +1,4 @@
-"""Packing "cut": documents are cut into sequences of equal length; the order of all sequences.
+"""Packing "cut": concatenate documents, and cut them into sequences of equal length.
 
 `dtron/data/best_fit_packing.py` keeps documents whole. Here the documents of an epoch are
 concatenated, each with EOS at its end, and cut every T tokens:
@@ -9,24 +9,26 @@ concatenated, each with EOS at its end, and cut every T tokens:
     sequence 1              b E c c c c
 
 Sequence k of a run, k = 0, 1, 2, ... without end, is number k % n of epoch k // n, where n is the
-number of whole sequences in an epoch; the tokens after the last whole one are dropped. It is a pure
-function of (seed, k), so that resuming needs no other state.
+number of whole sequences in an epoch; the tokens after the last whole sequence are dropped. So
+sequence k is a pure function of (seed, k), and resuming needs no other state.
 
-With `mask_documents`, documents are independent: positions restart in each, attention is limited to
-tokens with the same document number, and EOS has no label. A document that began in an earlier
-sequence starts again at position 0.
+With `mask_documents`, documents are independent: positions restart in each document, attention is
+limited to tokens with the same document number, and EOS has no label. The part of a document that
+continues from an earlier sequence starts at position 0.
 
 Legend: T tokens per sequence.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
-from dtron.data.cache import TokenFile
-from dtron.data.shuffle import shuffle
+from dtron.data.corpus.token_corpus import TokenShards
+from dtron.data.document_index import DocumentIndex, Documents
+from dtron.data.shuffle import shuffle, shuffled
 from dtron.errors import DataError
 
 IGNORE = -100  # the label of a token without loss, as in torch.nn.functional.cross_entropy
@@ -46,8 +48,11 @@ class Packed:
     documents: np.ndarray | None
     """int32 (T,), number of the document within the sequence; None without mask_documents"""
     pieces: np.ndarray | None = None
-    """int32 (T,), number of the document piece within the sequence, -1 for padding; no label
-    crosses from one piece to the next. None: the sequence is one piece without padding"""
+    """int32 (T,), number of the document piece within the sequence, -1 for padding; labels do not
+    cross pieces. None: the sequence is one piece without padding"""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(first, last + 1) positions in the corpus of the tokens of each document piece, and of the
+    label after them. Empty for a stream"""
 
     @property
     def padding(self) -> int:
@@ -64,7 +69,7 @@ class Waste:
     padding: float
     """fraction of an epoch's tokens that are padding"""
     split_documents: float
-    """fraction of documents that are in more than one sequence"""
+    """fraction of documents that are in more than one sequence, in the first group of documents"""
 
     def __str__(self) -> str:
         return (
@@ -85,13 +90,13 @@ class Tokens(Protocol):
 
 def read_spans(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the tokens [start, stop) of all spans, concatenated."""
-    if isinstance(tokens, TokenFile):
+    if isinstance(tokens, TokenShards):
         return tokens.read(spans)
     return np.concatenate([tokens[start:stop] for start, stop in spans])
 
 
 class TrainingSource(Protocol):
-    """An endless source of sequences; between two calls of `seek`, k may not decrease."""
+    """An endless source of sequences; between two calls of `seek`, k must not decrease."""
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k of the run."""
@@ -102,11 +107,11 @@ class TrainingSource(Protocol):
         ...
 
     def seek(self, k: int, state: State) -> None:
-        """Continue at sequence k, which may be an earlier one."""
+        """Continue at sequence k, which may be earlier than the current sequence."""
         ...
 
     def waste(self) -> Waste | None:
-        """Return what packing costs; None: not known in advance."""
+        """Return padding and split documents; None: not known in advance."""
         ...
 
 
@@ -121,96 +126,123 @@ class ValidationSource(Protocol):
 
 
 class ConcatenatedDocuments:
-    """Documents concatenated in one order; nothing is copied until a window is read.
+    """Documents concatenated in their order; nothing is copied until a window is read.
 
     Args:
-        tokens: all tokens of all documents, any integer dtype (N,), usually in a file.
-        offsets: int64 (n_documents + 1,), where each document starts in `tokens`.
-        order: int64 (n,), indices of the documents in their order; none of them is empty.
+        documents: each has at least one token.
     """
 
-    def __init__(self, tokens: Tokens, offsets: np.ndarray, order: np.ndarray) -> None:
-        self._tokens, self._offsets, self._order = tokens, offsets, order
-        self._starts = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(offsets[order + 1] - offsets[order], out=self._starts[1:])
+    def __init__(self, documents: Documents) -> None:
+        self._sources = documents.starts
+        self._starts = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum(documents.lengths, out=self._starts[1:])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def split_documents(self, seq_len: int) -> float:
-        """Share of documents that a cut at every `seq_len` tokens splits."""
-        first, last = self._starts[:-1] // seq_len, (self._starts[1:] - 1) // seq_len
-        return float(np.mean(first != last))
+    def split_documents(self, seq_len: int, start: int = 0) -> float:
+        """Return the fraction of documents that a cut at every `seq_len` tokens splits.
 
-    def window(self, start: int, length: int) -> tuple[np.ndarray, list[int]]:
-        """Tokens [start, start + length) of the tape.
-
-        Returns:
-            int64 (length,) tokens, and how many of them are from each successive document.
+        Args:
+            start: number of tokens before the first document.
         """
+        first, last = (self._starts[:-1] + start) // seq_len, self._starts[1:] + start - 1
+        return float(np.mean(first != last // seq_len))
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return where the tokens [start, stop) are in the corpus, one span per document."""
         spans: list[tuple[int, int]] = []
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
-        filled = 0
-        while filled < length:
-            end = min(int(self._starts[document + 1]), start + length)
-            count = end - start - filled
-            source = int(self._offsets[self._order[document]])
-            source += start + filled - int(self._starts[document])
-            spans.append((source, source + count))
-            filled += count
-            document += 1
-        window = read_spans(self._tokens, spans).astype(np.int64)
-        return window, [stop - start for start, stop in spans]
+        while start < stop:
+            end = min(int(self._starts[document + 1]), stop)
+            source = int(self._sources[document]) + start - int(self._starts[document])
+            spans.append((source, source + end - start))
+            start, document = end, document + 1
+        return spans
+
+
+class EpochOfDocuments:
+    """The documents of an epoch, concatenated: groups in a random order, each group shuffled.
+
+    Args:
+        index: groups of documents; two groups are in memory at once.
+        seed, epoch: determine the order.
+    """
+
+    def __init__(self, index: DocumentIndex, seed: int, epoch: int) -> None:
+        groups = order_of_groups(index, seed, epoch)
+        self._starts = np.zeros(len(groups) + 1, np.int64)
+        np.cumsum(index.group_sizes[groups, 1], out=self._starts[1:])
+
+        @lru_cache(maxsize=2)  # no method: only the cycle collector would free its cache
+        def opened(place: int) -> ConcatenatedDocuments:
+            documents = index.group(int(groups[place]))
+            return ConcatenatedDocuments(documents.take(shuffled(documents.numbers, seed, epoch)))
+
+        self._group = opened
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return where the tokens [start, stop) are in the corpus, one span per document."""
+        spans: list[tuple[int, int]] = []
+        place = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            first, end = int(self._starts[place]), min(int(self._starts[place + 1]), stop)
+            spans += self._group(place).spans(start - first, end - first)
+            start, place = end, place + 1
+        return spans
+
+    def split_documents(self, seq_len: int) -> float:
+        """Return the fraction of documents that a cut at every `seq_len` tokens splits, in the
+        first group of the epoch."""
+        return self._group(0).split_documents(seq_len)
 
 
 class CutDocuments:
-    """Documents end to end, cut every T tokens; an epoch's order is a ConcatenatedDocuments.
+    """Concatenated documents, cut every T tokens; the order of an epoch is an EpochOfDocuments.
 
     Args:
-        tokens, offsets: as in ConcatenatedDocuments.
-        documents: int64 (n,), indices of the training split.
+        tokens: all tokens of all documents, any integer dtype (N,), usually in files.
+        index: the training documents.
         seq_len: T.
-        mask_documents: return positions and document numbers; no label crosses documents.
+        mask_documents: whether to return positions and document numbers; if so, labels do not
+            cross documents.
     Raises:
         DataError: the documents do not fill one sequence.
     """
 
     def __init__(
-        self,
-        tokens: Tokens,
-        offsets: np.ndarray,
-        documents: np.ndarray,
-        *,
-        seq_len: int,
-        mask_documents: bool,
+        self, tokens: Tokens, index: DocumentIndex, *, seq_len: int, mask_documents: bool
     ) -> None:
-        total = int((offsets[documents + 1] - offsets[documents]).sum())
-        refuse_too_short(total, len(documents), seq_len)
+        total = int(index.group_sizes[:, 1].sum())
+        refuse_too_short(total, index.n_documents, seq_len)
         self._n_sequences = (total - 1) // seq_len
-        self._tokens, self._offsets, self._documents = tokens, offsets, documents
+        self._tokens, self._index = tokens, index
         self._seq_len, self._mask = seq_len, mask_documents
 
     def __len__(self) -> int:
         return self._n_sequences
 
-    def order(self, seed: int, epoch: int) -> ConcatenatedDocuments:
+    def order(self, seed: int, epoch: int) -> EpochOfDocuments:
         """Return the documents in the order of an epoch."""
-        documents = shuffle(self._documents, seed, epoch)
-        return ConcatenatedDocuments(self._tokens, self._offsets, documents)
+        return EpochOfDocuments(self._index, seed, epoch)
 
-    def sequence(self, order: ConcatenatedDocuments, index: int) -> Packed:
+    def sequence(self, order: EpochOfDocuments, index: int) -> Packed:
         """Return sequence `index` of an epoch, 0 <= index < len(self)."""
-        window = order.window(index * self._seq_len, self._seq_len + 1)
-        return pack(*window, mask_documents=self._mask)
+        start = index * self._seq_len
+        return pack_spans(
+            self._tokens, order.spans(start, start + self._seq_len + 1), mask_documents=self._mask
+        )
 
-    def waste(self, order: ConcatenatedDocuments) -> Waste:
-        """Return what packing costs in an epoch: no padding, but split documents."""
+    def waste(self, order: EpochOfDocuments) -> Waste:
+        """Return the split documents of an epoch; there is no padding."""
         return Waste(len(self), 0.0, order.split_documents(self._seq_len))
 
 
 class SequencePlan(Protocol):
-    """The sequences of a split, given the order of an epoch, which each plan has in a form of its
-    own."""
+    """The sequences of a split in the order of an epoch.
+
+    `order` returns this order for `sequence` and `waste`; its type differs between plans.
+    """
 
     def __len__(self) -> int: ...
 
@@ -222,7 +254,7 @@ class SequencePlan(Protocol):
 
 
 class Shuffled:
-    """The training split: endless epochs, each in another order."""
+    """The training split: endless epochs, each in a different order."""
 
     def __init__(self, plan: SequencePlan, seed: int) -> None:
         self._plan, self._seed = plan, seed
@@ -244,58 +276,73 @@ class Shuffled:
         """Do nothing: any sequence can be read at any time."""
 
     def waste(self) -> Waste:
-        """Return what packing costs in the current epoch."""
+        """Return padding and split documents of the current epoch."""
         return self._plan.waste(self._order)
 
 
 class OrderedDocuments:
     """The held-out split: one epoch in the order of the documents.
 
-    If they do not fill one sequence, the only sequence is padded with EOS; the padding is a
-    separate document without labels.
+    If the documents do not fill one sequence, the only sequence is padded with EOS; the padding is
+    a separate document without labels.
 
     Args:
-        tokens, offsets, documents, mask_documents: as in CutDocuments; at least 1 document.
-        seq_len: T.
+        tokens, seq_len, mask_documents: as in CutDocuments.
+        documents: at least 1.
         eos_id: token to pad with.
     """
 
     def __init__(
         self,
         tokens: Tokens,
-        offsets: np.ndarray,
-        documents: np.ndarray,
+        documents: Documents,
         *,
         seq_len: int,
         mask_documents: bool,
         eos_id: int,
     ) -> None:
-        self._seq_len, self._mask, self._eos_id = seq_len, mask_documents, eos_id
-        self._epoch_documents = ConcatenatedDocuments(tokens, offsets, documents)
+        self._tokens, self._seq_len, self._mask = tokens, seq_len, mask_documents
+        self._eos_id, self._documents = eos_id, ConcatenatedDocuments(documents)
 
     def __len__(self) -> int:
-        return max((len(self._epoch_documents) - 1) // self._seq_len, 1)
+        return max((len(self._documents) - 1) // self._seq_len, 1)
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k, 0 <= k < len(self)."""
-        if len(self._epoch_documents) > self._seq_len:
-            window = self._epoch_documents.window(k * self._seq_len, self._seq_len + 1)
-            return pack(*window, mask_documents=self._mask)
-        window, lengths = self._epoch_documents.window(0, len(self._epoch_documents))
-        padding = self._seq_len + 1 - len(window)
+        total, start = len(self._documents), k * self._seq_len
+        if total > self._seq_len:
+            spans = self._documents.spans(start, start + self._seq_len + 1)
+            return pack_spans(self._tokens, spans, mask_documents=self._mask)
+        spans = self._documents.spans(0, total)
+        padding = self._seq_len + 1 - total
+        window = read_spans(self._tokens, spans).astype(np.int64)
         window = np.pad(window, (0, padding), constant_values=self._eos_id)
+        lengths = [stop - start for start, stop in spans]
         packed = pack(window, [*lengths, padding], mask_documents=self._mask)
         packed.labels[self._seq_len - padding :] = IGNORE
-        return replace(packed, pieces=number_pieces([len(window) - padding], self._seq_len))
+        return replace(packed, pieces=number_pieces([total], self._seq_len))
+
+
+def order_of_groups(index: DocumentIndex, seed: int, epoch: int) -> np.ndarray:
+    """Return the numbers of the groups with training documents in the order of an epoch, int64."""
+    return shuffle(np.flatnonzero(index.group_sizes[:, 0]), seed, epoch)
+
+
+def pack_spans(tokens: Tokens, spans: Sequence[tuple[int, int]], *, mask_documents: bool) -> Packed:
+    """Make a sequence of T tokens from the spans of successive documents, T + 1 tokens in all."""
+    window = read_spans(tokens, spans).astype(np.int64)
+    packed = pack(window, [stop - start for start, stop in spans], mask_documents=mask_documents)
+    return replace(packed, spans=tuple(spans))
 
 
 def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Packed:
-    """Make a sequence of T tokens and labels of a window of T + 1 tokens.
+    """Make a sequence of T tokens and labels from a window of T + 1 tokens.
 
     Args:
         window: int64 (T + 1,).
-        lengths: number of its tokens from each successive document; their sum is T + 1.
-        mask_documents: return positions and document numbers; no label crosses documents.
+        lengths: number of tokens in the window from each successive document; the sum is T + 1.
+        mask_documents: whether to return positions and document numbers; if so, labels do not
+            cross documents.
     """
     tokens, labels = window[:-1], window[1:].copy()
     if not mask_documents:

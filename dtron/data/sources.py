@@ -1,4 +1,4 @@
-"""Data of a run: from the `data` section to sequences. Every data source is a row of CORPORA.
+"""Data of a run: open the sequences that the `data` section of a config describes.
 
 On each host one process calls `prepare` and the others call `wait_for`, without a process group;
 then all of them call `open_data`.
@@ -9,24 +9,37 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from dtron.config import Data
-from dtron.data.best_fit_packing import FixedPieces, PackingPlan
-from dtron.data.cache import (
-    TokenCache,
-    cache_path,
+from dtron.data.best_fit_packing import (
+    FixedPieces,
+    PackedGroups,
+    PackingPlan,
+    count_sequences,
+    known_counts,
+)
+from dtron.data.corpus.cache import (
+    cache_folder,
+    find_path,
     heartbeat,
+    identity_path,
+    index_path,
+    keep_path,
+    known_path,
     last_heartbeat,
-    open_cache,
     open_or_build,
+    open_or_build_index,
     remove_stale,
 )
-from dtron.data.documents import Corpus, files_corpus
-from dtron.data.hf import HfStream, hf_corpus, stream_name
+from dtron.data.corpus.documents import Corpus, files_corpus
+from dtron.data.corpus.files import absolute, is_url
+from dtron.data.corpus.hf import HfStream, hf_corpus, stream_name
+from dtron.data.corpus.shards import META
+from dtron.data.corpus.token_corpus import TokenCorpus, joined, open_corpus, tokenizer_of
+from dtron.data.corpus.tokenize import cores
+from dtron.data.document_index import DocumentIndex, Documents, documents_of, open_index
 from dtron.data.packing import (
     CutDocuments,
     OrderedDocuments,
@@ -35,55 +48,73 @@ from dtron.data.packing import (
     TrainingSource,
     ValidationSource,
 )
-from dtron.data.shuffle import split
-from dtron.data.stream import StreamedDocuments, StreamedPieces, held_out_texts, join
+from dtron.data.stream import (
+    StreamedDocuments,
+    StreamedPieces,
+    Substreams,
+    held_out_texts,
+    join,
+)
 from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from dtron.errors import DataError
+from dtron.io.filesystem import Location, is_file, location
+from dtron.io.remote_path import UnreachableError
 
 POLL_SECONDS = 0.2
-SPLIT, BY_CONTENT, BY_POSITION = "split", "content", "position"
-"""Key of `identity_of` and its values: copies of held-out documents are held out too ("content"),
-or by their own position ("position"), as in checkpoints without the key."""
+ORDER = "order"
+"""Key of `identity_of`: the rule by which documents are held out and ordered."""
+BY_GROUPS = "groups-1"
+"""Its value: documents are held out by the hash of their tokens, the others are in groups."""
 
 CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
+"""Sources that are tokenized to the cache. `prepared` is tokenized already."""
 
 Sources = tuple[TrainingSource, ValidationSource | None]
 logger = logging.getLogger("dtron")
 
 
-def prepare(data: Data) -> TokenCache | None:
-    """Return the token cache of a data section, built if it does not exist; None for a stream.
+def prepare(data: Data, seq_len: int | None = None) -> TokenCorpus | None:
+    """Return the tokenized corpus of a data section, with its index; None for a stream.
 
+    Both are built if they do not exist, by all cores.
+
+    Args:
+        seq_len: T; count the sequences of T tokens too, where `data.packing` needs that.
     Raises:
         DataError: a document cannot be read, or the cache cannot be written.
         ConfigError: the tokenizer lacks an end-of-document token, or an extra is not installed.
     """
-    if _is_stream(data):
+    if is_stream(data):
         return None
-    corpus, tokenizer, path = _locate(data)
-    remove_stale(path.parent)
-    with heartbeat(path):
-        return open_or_build(corpus, tokenizer, path)
+    tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
+    remove_stale(folder)
+    with heartbeat(_heartbeat_path(data, tokenizer, folder)):
+        corpus = _open_corpus(data, tokenizer, folder)
+        index = open_or_build_index(corpus, data.validation_fraction, folder)
+        if seq_len is not None and data.packing != "cut":
+            count_sequences(index, seq_len, data.packing)
+    return corpus
 
 
-def wait_for(data: Data, silent_seconds: float) -> None:
-    """Wait until another process has prepared the data.
+def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
+    """Wait until another process has prepared the data, for sequences of seq_len tokens.
 
     Raises:
         DataError: that process has had no heartbeat for `silent_seconds`.
     """
-    if _is_stream(data):
+    if is_stream(data):
         return
-    corpus, tokenizer, path = _locate(data)
+    tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
+    path, find = _heartbeat_path(data, tokenizer, folder), _finder(data, tokenizer, folder)
     known, since = last_heartbeat(path), time.monotonic()
-    while open_cache(path, tokenizer) is None:
+    while not _is_prepared(find(), data, seq_len, folder):
         if (last := last_heartbeat(path)) != known:
             known, since = last, time.monotonic()
         if time.monotonic() - since > silent_seconds:
             raise DataError(
-                f"the first rank of this host does not tokenize {corpus.name}: it has had no "
-                f"heartbeat for {silent_seconds:g} s, and {path} does not exist; check whether "
-                "that process has started and is not stopped"
+                f"the first rank of this host does not tokenize {_name(data)}: it has had no "
+                f"heartbeat for {silent_seconds:g} s, and its result is not in {folder}; check "
+                "whether that process has started and is not stopped"
             )
         time.sleep(POLL_SECONDS)
 
@@ -98,126 +129,182 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     Raises:
         DataError: as `prepare`; or the training split does not fill one sequence.
     """
-    if _is_stream(data):
+    if is_stream(data):
         return _open_stream(data, seq_len)
-    corpus, tokenizer, path = _locate(data)
-    cache = open_or_build(corpus, tokenizer, path)
-    _warn_of_copies(data, corpus, cache)
-    train, held_out = split(cache.n_documents, data.validation_fraction, cache.copies)
-    opened = TokenizedDocuments(data, cache.tokens, cache.offsets, seq_len, tokenizer.eos_id)
-    return opened.training(train, seed), opened.validation(held_out)
-
-
-@dataclass(frozen=True)
-class TokenizedDocuments:
-    """Tokenized documents in memory or in a file, to be packed as `data.packing` says."""
-
-    data: Data
-    tokens: Tokens
-    offsets: np.ndarray
-    seq_len: int
-    eos_id: int
-
-    def training(self, documents: np.ndarray, seed: int) -> TrainingSource:
-        if self.data.packing != "cut":
-            return Shuffled(self._plan(documents), seed)
-        length, mask = self.seq_len, self.data.mask_documents
-        cut = CutDocuments(
-            self.tokens, self.offsets, documents, seq_len=length, mask_documents=mask
+    corpus, index = open_corpus_and_index(data)
+    _warn_of_duplicates(data, corpus)
+    settings = _settings(data, seq_len, load_tokenizer(data))
+    if data.packing == "cut":
+        plan = CutDocuments(
+            corpus.tokens, index, seq_len=seq_len, mask_documents=data.mask_documents
         )
-        return Shuffled(cut, seed)
+    else:
+        counts = count_sequences(index, seq_len, data.packing)
+        plan = PackedGroups(corpus.tokens, index, counts, packing=data.packing, **settings)
+    held_out = index.held_out()
+    if not len(held_out):
+        _warn_of_no_validation(data)
+    return Shuffled(plan, seed), _validation(data, corpus.tokens, held_out, settings)
 
-    def validation(self, documents: np.ndarray) -> ValidationSource | None:
-        if not len(documents):
-            _warn_of_no_validation(self.data)
-            return None
-        if self.data.packing != "cut":
-            return FixedPieces(self._plan(documents))
-        return OrderedDocuments(
-            self.tokens,
-            self.offsets,
-            documents,
-            seq_len=self.seq_len,
-            mask_documents=self.data.mask_documents,
-            eos_id=self.eos_id,
-        )
 
-    def _plan(self, documents: np.ndarray) -> PackingPlan:
-        return PackingPlan(
-            self.tokens,
-            self.offsets,
-            documents,
-            seq_len=self.seq_len,
-            packing=self.data.packing,
-            mask_documents=self.data.mask_documents,
-            eos_id=self.eos_id,
-        )
+def open_corpus_and_index(data: Data) -> tuple[TokenCorpus, DocumentIndex]:
+    """Open the tokens and the index of a data section that is not a stream. Raises DataError."""
+    tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
+    corpus = _open_corpus(data, tokenizer, folder)
+    return corpus, open_or_build_index(corpus, data.validation_fraction, folder)
+
+
+def _settings(data: Data, seq_len: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "seq_len": seq_len,
+        "mask_documents": data.mask_documents,
+        "eos_id": tokenizer.eos_id,
+    }
+
+
+def _validation(
+    data: Data, tokens: Tokens, documents: Documents, settings: dict[str, Any]
+) -> ValidationSource | None:
+    if not len(documents):
+        return None
+    if data.packing == "cut":
+        return OrderedDocuments(tokens, documents, **settings)
+    return FixedPieces(PackingPlan(tokens, documents, packing=data.packing, **settings))
 
 
 def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what identifies the training tokens: hashes of their content and of the tokenizer.
 
     File names do not count. A stream, whose content is not known in advance, has its name instead.
-    The key SPLIT is added if the split depends on whether copies of documents are held out
-    together.
 
     Args:
         data: the section; `prepare` has been called.
         tokenizer: the tokenizer of the section.
     """
-    if _is_stream(data):
-        content = stream_name(data)
+    if is_stream(data):
+        return {"content": stream_name(data), "tokenizer": tokenizer.fingerprint}
+    corpus = _finder(data, tokenizer, cache_folder(data.cache_dir))()
+    if corpus is None:
+        raise DataError(
+            f"data.cache_dir = {data.cache_dir!r}: its files were changed during the start; "
+            "start again"
+        )
+    content, fingerprint = corpus.content, tokenizer.fingerprint
+    return {"content": content, "tokenizer": fingerprint, ORDER: BY_GROUPS}
+
+
+def _open_corpus(data: Data, tokenizer: Tokenizer, folder: Path) -> TokenCorpus:
+    """Open the tokens of a data section; tokenize them if they are not in the cache."""
+    if data.source == "prepared":
+        corpus = _open_prepared(data, tokenizer)
     else:
-        path = cache_path(CORPORA[data.source](data), tokenizer, data.cache_dir)
-        cache = open_cache(path, tokenizer)
-        if cache is None:
-            raise DataError(
-                f"data.cache_dir = {data.cache_dir!r}: its files were changed during the start; "
-                "start again"
-            )
-        content = cache.content
-        if _split_differs_by_position(cache, data.validation_fraction):
-            return {"content": content, "tokenizer": tokenizer.fingerprint, SPLIT: BY_CONTENT}
-    return {"content": content, "tokenizer": tokenizer.fingerprint}
+        read = CORPORA[data.source](data)
+        path = find_path(read, tokenizer, folder)
+        corpus = open_or_build(read, tokenizer, path, cores())
+        keep_path(read, tokenizer, path)
+    return corpus
 
 
-def _split_differs_by_position(cache: TokenCache, fraction: float) -> bool:
-    """Whether the split differs from one in which copies are split by their own position."""
-    if not len(cache.copies) or not fraction:
+def _finder(data: Data, tokenizer: Tokenizer, folder: Path) -> Callable[[], TokenCorpus | None]:
+    """Return a function that opens the tokens of a data section if they exist.
+
+    It reads no file of the corpus, so that it can be called often.
+    """
+    if data.source == "prepared":
+        opened = _open_prepared(data, tokenizer)
+        return lambda: opened
+    read = CORPORA[data.source](data)
+
+    def find() -> TokenCorpus | None:
+        path = known_path(read, tokenizer, folder)
+        return open_corpus(path, tokenizer) if path else None
+
+    return find
+
+
+def _open_prepared(data: Data, tokenizer: Tokenizer) -> TokenCorpus:
+    found = []
+    for folder in map(location, data.paths):
+        try:
+            opened = open_corpus(folder, tokenizer, data.store_seconds)
+        except UnreachableError as error:
+            raise DataError(f"data.paths: {error}") from None
+        if opened is None:
+            raise DataError(f"data.paths: {folder} {_why_not_open(folder, data, tokenizer)}")
+        found.append(opened)
+    return joined(found, tokenizer.vocab_size)
+
+
+def _why_not_open(path: Location, data: Data, tokenizer: Tokenizer) -> str:
+    if isinstance(path, Path) and not path.is_dir():
+        return "is not a folder; name one that dtron data prepare has written"
+    if not is_file(path / META):
+        return f"has no {META}: dtron data prepare has not ended; run it again"
+    if tokenizer_of(path) not in (tokenizer.fingerprint, None):
+        return (
+            f"was made with another tokenizer than data.tokenizer = {data.tokenizer!r}; set it to "
+            "that of dtron data prepare"
+        )
+    return "is damaged or of another version; delete it and run dtron data prepare again"
+
+
+def _is_prepared(corpus: TokenCorpus | None, data: Data, seq_len: int, folder: Path) -> bool:
+    if corpus is None:
         return False
-    n = cache.n_documents
-    return not np.array_equal(split(n, fraction)[1], split(n, fraction, cache.copies)[1])
+    index = open_index(index_path(corpus, data.validation_fraction, folder), corpus)
+    if index is None or data.packing == "cut" or len(index.group_sizes) == 1:
+        return index is not None
+    return known_counts(index, seq_len, data.packing) is not None
+
+
+def _heartbeat_path(data: Data, tokenizer: Tokenizer, folder: Path) -> Path:
+    if data.source != "prepared":
+        return identity_path(CORPORA[data.source](data), tokenizer, folder)
+    return index_path(_open_prepared(data, tokenizer), data.validation_fraction, folder)
+
+
+def _name(data: Data) -> str:
+    return stream_name(data) if data.source == "hf" else ", ".join(data.paths)
 
 
 def _open_stream(data: Data, seq_len: int) -> Sources:
     stream, tokenizer = HfStream(data), load_tokenizer(data)
+    if data.substreams > stream.n_files:
+        raise DataError(
+            f"data.substreams = {data.substreams} is more than the {stream.n_files} files of "
+            f"{stream.name}; use at most as many"
+        )
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
     tokens, offsets = join(encoded)
-    opened = TokenizedDocuments(data, tokens, offsets, seq_len, tokenizer.eos_id)
-    validation = opened.validation(np.arange(len(encoded)))
-    settings = {
-        "seq_len": seq_len,
-        "mask_documents": data.mask_documents,
-        "held_out": texts,
-    }
-    if data.packing == "cut":
-        return StreamedDocuments(stream, tokenizer, **settings), validation
-    return StreamedPieces(stream, tokenizer, packing=data.packing, **settings), validation
+    settings = _settings(data, seq_len, tokenizer)
+    validation = _validation(data, tokens, documents_of(offsets), settings)
+    if validation is None:
+        _warn_of_no_validation(data)
+    del settings["eos_id"]
+    settings["held_out"] = texts
+
+    def substream(j: int, n: int) -> TrainingSource:
+        part = stream.part(j, n)
+        if data.packing == "cut":
+            return StreamedDocuments(part, tokenizer, **settings)
+        return StreamedPieces(part, tokenizer, packing=data.packing, **settings)
+
+    return Substreams(substream, data.substreams), validation
 
 
-def _warn_of_copies(data: Data, corpus: Corpus, cache: TokenCache) -> None:
-    if not len(cache.copies):
+def _warn_of_duplicates(data: Data, corpus: TokenCorpus) -> None:
+    if not corpus.duplicates:
         return
-    paths = Counter(os.path.realpath(os.path.expanduser(path)) for path in data.paths)
-    twice = [path for path, n in paths.items() if n > 1] if data.source == "files" else []
+    paths = Counter(os.path.realpath(p) if not is_url(p) else p for p in map(absolute, data.paths))
+    twice = [path for path, n in paths.items() if n > 1] if data.source != "hf" else []
     named = f"; data.paths names {', '.join(twice)} more than once" if twice else ""
     logger.warning(
         "%s: %d of %d documents are duplicates%s. Duplicates of held-out documents are held out "
         "too; the others are kept, and trained on as often as they occur",
-        corpus.name,
-        len(cache.copies),
-        cache.n_documents,
+        _name(data),
+        corpus.duplicates,
+        corpus.n_documents,
         named,
     )
 
@@ -231,10 +318,6 @@ def _warn_of_no_validation(data: Data) -> None:
         )
 
 
-def _locate(data: Data) -> tuple[Corpus, Tokenizer, Path]:
-    corpus, tokenizer = CORPORA[data.source](data), load_tokenizer(data)
-    return corpus, tokenizer, cache_path(corpus, tokenizer, data.cache_dir)
-
-
-def _is_stream(data: Data) -> bool:
+def is_stream(data: Data) -> bool:
+    """Whether documents are read as a stream, without tokenizing them before."""
     return data.source == "hf" and data.hf_streaming

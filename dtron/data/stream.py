@@ -1,22 +1,24 @@
-"""Sequences packed from a stream of documents, which can only be read forward.
+"""Pack sequences from a stream of documents that can only be read forward.
 
-Sequences are in the order of the stream in every layout: each data-parallel rank reads and
-tokenizes all documents and keeps its own sequences. The first documents are held out for
-validation, and copies of them are skipped. At its end the stream is read again from the first
-training document, whose tokens follow the last ones without a gap.
+Sequences have one order in every layout. A stream of several files is divided into substreams,
+which take turns, and a rank reads and tokenizes those of its own sequences (`Substreams`). The
+first documents are held out for validation, and copies of them are skipped. At its end, a
+substream is read again from its first training document, whose tokens directly follow the last
+tokens.
 
 Three values describe where sequence k starts: the state of the stream before some batch of
 documents, the number of documents between that state and the document in which the sequence starts,
 and the number of that document's tokens that belong to earlier sequences. So resuming reads at most
 one batch of documents again.
 
-Whole documents are packed window by window; then the third value is the number of earlier sequences
-of the same window. Resuming reads the window again.
+With packing = "best_fit" or "pad", documents are packed window by window. Then the third value is
+the number of earlier sequences of the same window, and resuming reads the window again.
 """
 
+import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -25,13 +27,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dtron.data.best_fit_packing import FixedPieces, PackingPlan
-from dtron.data.packing import Packed, State, Waste, pack, refuse_too_short
+from dtron.data.document_index import documents_of
+from dtron.data.packing import Packed, State, TrainingSource, Waste, pack, refuse_too_short
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError
 
 BATCH_DOCUMENTS = 64
 WINDOW_DOCUMENTS = 1024  # packed together with packing = "best_fit" or "pad"
 HOLD_OUT_WINDOW = 10_000  # data.validation_fraction is a fraction of these first documents
+_COUNT = "substreams"
+_SUBSTREAM = "substream "
 START = ""  # the state of a stream before its first document
 
 
@@ -48,6 +53,12 @@ class DocumentStream(Protocol):
         """Number of documents; None: not known without reading them."""
         ...
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether the held-out documents are the first ones of this stream; else they are somewhere
+        in the stream of which this one is a part."""
+        ...
+
     def read(self, state: str) -> Iterator[str]:
         """Yield the documents after a state; START: all of them."""
         ...
@@ -57,11 +68,82 @@ class DocumentStream(Protocol):
         ...
 
 
-def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
-    """Return the first documents of a stream: a fraction of all, or of the first 10,000 if it is
-    longer.
+class Substreams:
+    """A stream divided by files into n substreams: sequence k is number k // n of substream k % n.
 
-    At least one if the stream has two or more; never all of them.
+    A rank opens the substreams of its own sequences only, so that it tokenizes no others. Each
+    substream repeats its files without end.
+
+    Args:
+        make: opens substream j of n, for arguments (j, n).
+        count: n.
+    """
+
+    def __init__(self, make: Callable[[int, int], TrainingSource], count: int) -> None:
+        self._make, self._count = make, count
+        self._opened: dict[int, TrainingSource] = {}
+        self._saved: dict[int, tuple[int, State]] = {}  # where to continue: (number, state)
+
+    def sequence(self, k: int) -> Packed:
+        """Return sequence k of the run; since the last `seek`, k may not decrease."""
+        number, j = divmod(k, self._count)
+        if j not in self._opened:
+            self._opened[j] = self._make(j, self._count)
+            if j in self._saved:
+                self._opened[j].seek(*self._saved[j])
+        return self._opened[j].sequence(number)
+
+    def state(self, k: int) -> State:
+        """Return the states of the substreams that this rank reads; `merged` joins those of all
+        ranks."""
+        state: State = {_COUNT: self._count}
+        for j in sorted({*self._opened, *self._saved}):
+            number = self._next_number(j, k)
+            if j in self._opened:
+                state[f"{_SUBSTREAM}{j}"] = json.dumps(self._opened[j].state(number))
+            elif self._saved[j][0] == number:  # no sequence of it was read since `seek`
+                state[f"{_SUBSTREAM}{j}"] = json.dumps(self._saved[j][1])
+        return state
+
+    def seek(self, k: int, state: State) -> None:
+        """Continue at sequence k; without a state, read the stream again from its start."""
+        self._opened, self._saved = {}, {}
+        states = {0: state} if "stream" in state else _states_of_substreams(state)
+        count = int(state.get(_COUNT, 1))
+        if states and count != self._count:
+            raise DataError(
+                f"data.substreams = {self._count}, but the checkpoint was written with {count}; "
+                "set it to that"
+            )
+        self._saved = {j: (self._next_number(j, k), each) for j, each in states.items()}
+
+    def waste(self) -> Waste | None:
+        """Return None: it is not known in advance."""
+        return None
+
+    def _next_number(self, j: int, k: int) -> int:
+        """Return the number in substream j of its first sequence that is not before sequence k."""
+        return (k - j + self._count - 1) // self._count
+
+
+def _states_of_substreams(state: State) -> dict[int, State]:
+    return {
+        int(key.removeprefix(_SUBSTREAM)): json.loads(str(value))
+        for key, value in state.items()
+        if key.startswith(_SUBSTREAM)
+    }
+
+
+def merged(states: Iterable[State]) -> State:
+    """Join the states of all ranks at the same sequence, each with the substreams that it reads."""
+    return {key: value for state in states for key, value in sorted(state.items())}
+
+
+def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
+    """Return the held-out documents, the first documents of a stream.
+
+    Their number is `fraction` of the first 10,000 documents, or of all documents if the stream is
+    shorter: at least one if the stream has two or more documents, and never all documents.
     """
     if fraction == 0:
         return []
@@ -97,8 +179,8 @@ class _DocumentReader:
 
     Args:
         held_out: the first documents, for validation; copies of them are skipped too.
-        refuse: called after each whole pass with its numbers of tokens and of documents; raises
-            if there are too few to ever fill a sequence.
+        refuse: function that is called after each whole pass with the numbers of its tokens and
+            documents; raises DataError if these can never fill a sequence.
     """
 
     def __init__(
@@ -109,7 +191,8 @@ class _DocumentReader:
         refuse: Callable[[int, int], None],
     ) -> None:
         self._stream, self._tokenizer = stream, tokenizer
-        self._n_held_out, self._refuse = len(held_out), refuse
+        self._n_held_out = len(held_out) if stream.holds_out else 0
+        self._refuse = refuse
         self._held_out = frozenset(text for text in held_out if text)
         self.begin(START, 0)
 
@@ -126,7 +209,10 @@ class _DocumentReader:
         return self._state, self._skip
 
     def batch(self, size: int) -> list[_Document]:
-        """Read `size` documents, fewer at the end of a pass; return those that have text."""
+        """Read `size` documents, fewer at the end of a pass.
+
+        Return those that have text and are not copies of held-out documents.
+        """
         wanted = self._skip + size
         texts = list(islice(self._iterator, wanted))
         found = texts[self._skip :]
@@ -153,7 +239,8 @@ class StreamedDocuments:
     Args:
         stream: source of documents.
         seq_len: T, tokens per sequence.
-        mask_documents: return positions and document numbers; no label crosses documents.
+        mask_documents: whether to return positions and document numbers; if so, labels do not
+            cross documents.
         held_out: the documents at the start of the stream that belong to validation.
     Raises:
         DataError: the whole stream does not fill one sequence.
@@ -177,7 +264,7 @@ class StreamedDocuments:
         self._reset()
 
     def sequence(self, k: int) -> Packed:
-        """Return sequence k of the run; since the last `seek`, k may not decrease."""
+        """Return sequence k of the run; since the last `seek`, k must not decrease."""
         self._forward(k)
         length = self._seq_len + 1
         self._fill(length)
@@ -250,9 +337,9 @@ class StreamedPieces:
     Args:
         stream, tokenizer, seq_len, held_out: as in StreamedDocuments.
         packing: a key of dtron.data.best_fit_packing.PACKERS.
-        mask_documents: return positions and document numbers.
+        mask_documents: whether to return positions and document numbers.
     Raises:
-        DataError: the whole stream has no document.
+        DataError: the training split of the stream has no document with text.
     """
 
     def __init__(
@@ -277,7 +364,7 @@ class StreamedPieces:
         self._window: FixedPieces | None = None  # None: not read yet
 
     def sequence(self, k: int) -> Packed:
-        """Return sequence k of the run; since the last `seek`, k may not decrease."""
+        """Return sequence k of the run; since the last `seek`, k must not decrease."""
         window = self._forward(k)
         return window.sequence(k - self._first)
 
@@ -285,7 +372,7 @@ class StreamedPieces:
         """Return the state from which `seek` continues at sequence k; k as in `sequence`."""
         self._forward(k)
         state, skip = self._begins
-        # "offset" is for a run that resumes with packing = "cut": at the start of the window.
+        # A run that resumes with packing = "cut" reads "offset": it begins at this window.
         return {"stream": state, "skip": skip, "sequence_of_window": k - self._first, "offset": 0}
 
     def seek(self, k: int, state: State) -> None:
@@ -295,10 +382,10 @@ class StreamedPieces:
             self._reader.begin(START, 0)
             return
         self._reader.begin(str(state["stream"]), int(state["skip"]))
-        self._first = k - int(state.get("sequence_of_window", 0))  # none: "cut" saved the state
+        self._first = k - int(state.get("sequence_of_window", 0))  # missing: saved by "cut"
 
     def waste(self) -> Waste | None:
-        """Return None: it is not known in advance."""
+        """Return None: padding and split documents are not known in advance."""
         return None
 
     def _forward(self, k: int) -> FixedPieces:
@@ -318,8 +405,7 @@ class StreamedPieces:
         tokens, offsets = join([document.ids for document in documents])
         plan = PackingPlan(
             tokens,
-            offsets,
-            np.arange(len(documents)),
+            documents_of(offsets),
             seq_len=self._seq_len,
             packing=self._packing,
             mask_documents=self._mask,

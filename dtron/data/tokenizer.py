@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers: convert text to token ids and back.
 
-There are two: the bytes of UTF-8, which need no file, and any Hugging Face `tokenizer.json`, read
-by the `tokenizers` library. Tokenizers add no special tokens: a document is its ids and one
-end-of-document token (EOS), which `encode_documents` appends.
+There are two: a tokenizer of UTF-8 bytes, which needs no file, and any Hugging Face
+`tokenizer.json`, read by the `tokenizers` library. Tokenizers add no special tokens;
+`encode_documents` appends one end-of-document token (EOS) to each document.
 """
 
 import contextlib
@@ -45,20 +45,25 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def unk_id(self) -> int | None:
+        """Id of the token for unknown text; None: every text can be encoded."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """Identifier that changes whenever the same text might get other ids."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without EOS."""
+        """Return the ids of a text, without EOS."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without EOS."""
+        """Return the ids of each text, without EOS."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, without EOS."""
+        """Return the text of ids, without EOS."""
         ...
 
 
@@ -67,18 +72,19 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    unk_id = None
     fingerprint = "byte-1"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without EOS."""
+        """Return the ids of a text, without EOS."""
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without EOS."""
+        """Return the ids of each text, without EOS."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; EOS is dropped, and bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids; EOS is dropped, and bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i != self.eos_id).decode(errors="replace")
 
 
@@ -101,7 +107,7 @@ class JsonTokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             if isinstance(self._tokenizer.model, tokenizers.models.BPE):
-                self._tokenizer.model.dropout = None  # else a text has other ids each time
+                self._tokenizer.model.dropout = None  # otherwise ids are random
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             for part in ("normalizer", "decoder"):
                 if (step := getattr(self._tokenizer, part)) is not None:
@@ -109,22 +115,24 @@ class JsonTokenizer:
                     if growth > _MOST_GROWTH:
                         raise ValueError(f"its {part} makes texts {growth:.0e} times as long")
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self.unk_id: int | None = vocabulary.get(unknown) if unknown else None
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         identity = json.dumps([content, self.eos_id])
         self.fingerprint = f"json-{hashlib.sha256(identity.encode()).hexdigest()}"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without EOS and without the special tokens of a template."""
+        """Return the ids of a text, without EOS and without the special tokens of a template."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without EOS; the library uses all cores."""
+        """Return the ids of each text, without EOS; the library uses all cores."""
         with self._naming_errors("it cannot encode a text"):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; EOS and other special tokens are dropped."""
+        """Return the text of ids; EOS and other special tokens are dropped."""
         kept = [i for i in ids if i != self.eos_id]
         with self._naming_errors("it cannot decode its tokens"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
@@ -146,8 +154,8 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
     Raises:
         DataError: the file is missing or not a tokenizer.
-        ConfigError: `data.eos_token` is not in the vocabulary; or it is empty and the vocabulary
-            has none of USUAL_EOS.
+        ConfigError: `data.eos_token` is not in the vocabulary, or is set for the byte tokenizer;
+            or it is empty and the vocabulary has none of USUAL_EOS.
     """
     if data.tokenizer != "byte":
         return JsonTokenizer(data.tokenizer, data.eos_token)
@@ -160,7 +168,7 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each document with EOS at the end; an empty list if it has no text."""
+    """Return the ids of each document, with EOS at the end; a document without text has no ids."""
     encoded = tokenizer.encode_batch(texts)
     return [
         [*ids, tokenizer.eos_id] if ids and not text.isspace() else []
@@ -172,11 +180,11 @@ _MOST_GROWTH = 1000
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long a normalizer or decoder can make a text by replacing parts of it, at
-    most.
+    """Return the maximum factor by which a normalizer or decoder can lengthen a text.
 
-    Factors of a sequence multiply only where a replacement can match what an earlier one has added:
-    ten replacements of one character by two others double a text, as one does.
+    The factors of successive replacements multiply only if a replacement can match characters that
+    an earlier replacement has added. If each of ten replacements doubles a character, but none
+    matches what another adds, the maximum factor is 2.
     """
     grown: list[tuple[set[str] | None, float]] = []  # characters added (None: any), growth
     for each in _flat(step):
@@ -194,7 +202,7 @@ def _growth(step: dict[str, Any]) -> float:
 
 
 def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
-    """The normalizers or decoders of a sequence, in order."""
+    """Return the normalizers or decoders of a sequence, in order."""
     parts = step.get("normalizers", step.get("decoders", [step]))
     return parts if parts == [step] else [each for part in parts for each in _flat(part)]
 

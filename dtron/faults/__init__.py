@@ -4,9 +4,9 @@ signals          SIGTERM, SIGINT, SIGUSR1: all ranks stop at the same step and s
 watchdog         hangs: report which ranks wait in which collective, then exit
 spikes           loss spikes: warn, skip the step, or roll back
 stragglers       which rank is slow, and in which part of the step
-corruption       copies of parameters that differ; a step that is not reproducible
+corruption       replicas of parameters that differ; a step that is not reproducible
 memory           errors for failed allocations
 failure          which rank failed first
-flight_recorder  torch's record of collectives
-guards           the checks that a run's config turns on
+flight_recorder  reader of torch's record of collectives
+guards           the checks that the section [faults] of the config turns on
 """

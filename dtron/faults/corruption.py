@@ -1,13 +1,13 @@
-"""Detect silent corruption: replicas of parameters that differ, and steps that do not reproduce.
+"""Detect silent corruption: parameter replicas that differ, and steps that are not reproducible.
 
-Shards of parameters of which several ranks have replicas (over dp_replicate, norms over tp, a tied
-embedding on two stages) get a hash of their bits, on the device:
+Several ranks may hold replicas of the same shard of a parameter: all shards over dp_replicate,
+norms over tp, a tied embedding on two pipeline stages. Each shard's bits are hashed on the device:
 
     h = sum over elements i of bits_i * (2 i + 1)   modulo 2^64
 
-The weights are odd, and the difference of two words times an odd number is zero modulo 2^64 only
-if the words are equal, so that one changed element always changes h. An all-gather of 8 bytes per
-parameter compares all replicas. Which ranks have which replicas is gathered once, at the start.
+One changed element always changes h: the factors are odd, and an odd number times the difference of
+two words is zero modulo 2^64 only if the words are equal. An all-gather of 8 bytes per parameter
+compares all replicas. The names of each rank's shards are gathered once, at the start.
 """
 
 from collections import Counter, defaultdict
@@ -33,19 +33,19 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 Compute = Callable[[Callable[[], Tensor]], Tensor]
-"""Wrapper that calls a function which computes a step's gradients and returns this rank's partial
-loss, and returns that loss."""
+"""Function that calls its argument and returns the result. The argument computes a step's gradients
+and returns this rank's partial loss."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Replicas of one shard of a parameter that differ."""
+    """A shard of a parameter whose replicas differ."""
 
     fqn: str
     ranks: tuple[int, ...]
     """Ranks whose bits differ from those of the majority; all ranks if there is no majority."""
     others: tuple[int, ...]
-    """The majority."""
+    """Ranks of the majority; empty if there is no majority."""
 
     def __str__(self) -> str:
         if not self.others:
@@ -57,10 +57,10 @@ class Replicas:
     """Compares replicas of parameters on all ranks.
 
     Args:
-        host: process group of all ranks for CPU tensors, used only here.
+        host: process group of all ranks for CPU tensors, used only in the constructor.
 
     Attributes:
-        n_replicated: number of different shards that have replicas.
+        n_replicated: number of distinct shards that several ranks hold.
     """
 
     def __init__(self, applied: Applied, host: dist.ProcessGroup) -> None:
@@ -73,9 +73,9 @@ class Replicas:
         self.n_replicated = sum(1 for n in copies.values() if n > 1)
 
     def differences(self) -> list[Difference]:
-        """Compare all replicas; a collective with equal results on all ranks.
+        """Compare all replicas; return the shards whose replicas differ, equal on all ranks.
 
-        Waits for the device.
+        A collective; waits for the device.
         """
         hashes = [bit_hash(local_part(p)) for p in self.parameters]
         padding = self._max_length - len(hashes)
@@ -90,7 +90,7 @@ class Replicas:
 
 
 def _identity(name: str, parameter: nn.Parameter) -> str:
-    """Identify a parameter's local shard: equal on ranks that have the same shard."""
+    """Return a name for a parameter's local shard, equal on all ranks that hold this shard."""
     if not isinstance(parameter, DTensor):
         return name
     mesh = parameter.device_mesh
@@ -119,14 +119,15 @@ def _names(ranks: Iterable[int]) -> str:
 def compute_twice(
     applied: Applied, accumulate: Callable[[], Tensor], host: dist.ProcessGroup
 ) -> tuple[Tensor, str]:
-    """Run forward and backward twice from the same state, and compare them bit for bit.
+    """Run forward and backward twice from the same state; compare loss and gradients bit for bit.
 
     Args:
         accumulate: computes all gradients and returns this rank's partial loss.
         host: process group of all ranks for CPU tensors.
     Returns:
-        The partial loss of the second run, whose gradients are kept; and, equal on all ranks, the
-        first difference of each rank (loss or FQN), or an empty string.
+        (partial loss of the second run, error text). The text names the first difference of each
+        rank, the loss or a gradient's FQN; it is equal on all ranks, and empty if nothing differs.
+        Gradients of the second run are kept.
     """
     buffers = [buffer for part in applied.parts.values() for buffer in part.buffers()]
     before = [buffer.clone() for buffer in buffers]

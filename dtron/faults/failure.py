@@ -1,7 +1,7 @@
-"""Record in the process group's store which rank failed first; only that rank prints its error.
+"""Record which rank failed first, in torch's key-value store; only that rank prints its error.
 
-Other ranks then fail by broken connections, or get SIGTERM from torchrun; they read the record and
-end without a message. A run without a failure does not use it.
+Other ranks then fail with broken connections, or get SIGTERM from torchrun. They read the record
+and end without a message. Without a failure, the store is not used.
 """
 
 import datetime
@@ -17,26 +17,26 @@ import torch.distributed as dist
 
 _KEY = "dtron/failed"
 _SECONDS = 5
-"""Time-out of the store, whose process may be the one that failed."""
+"""Time-out of requests to the store, since the process of the store may have failed."""
 
 _BROKEN = r"(?:Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Socket closed)\b"
 _GLOO = re.compile(rf"\[\S+\.cc:\d+\] (?:[^\n]*: )?{_BROKEN}", re.IGNORECASE)
-"""`[.../tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711`, `[...] Read error ...: ...`"""
+"""Matches `[.../tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4711` and similar errors."""
 _NCCL = re.compile(
     r"^ncclRemoteError: "
     r"|\bNCCL error\b[^\n]*[:,] remote process exited or there was a network error",
     re.MULTILINE,
 )
 _STORE = re.compile(rf"^(?:{_BROKEN}|Failed to (?:recv, got|send, sent) 0 bytes\b)", re.IGNORECASE)
-"""Errors of a TCPStore's socket, whose message begins with the system's error."""
+"""Errors of a TCPStore's socket; the message begins with the system's error."""
 _T = TypeVar("_T")
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
     """Whether an error is a broken connection to another rank: the rank or the network failed.
 
-    gloo raises plain RuntimeErrors. Subclasses that are not in torch.distributed have other causes,
-    such as a broken pipe to a compiler process.
+    gloo raises plain RuntimeErrors. Subclasses outside of torch.distributed have other causes, such
+    as a broken pipe to a compiler process.
     """
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return False
@@ -52,7 +52,7 @@ class FirstFailure:
     """Record of the first failure of an attempt; does nothing without a store (MASTER_ADDR).
 
     Args:
-        attempt: unique name of the attempt.
+        attempt: unique token of this start or restart of the run.
     """
 
     def __init__(self, rank: int, world_size: int, attempt: str) -> None:
@@ -60,7 +60,7 @@ class FirstFailure:
         self._has_store = world_size > 1 and "MASTER_ADDR" in os.environ
 
     def claim(self) -> bool:
-        """Record that this rank failed; return whether it is the first one, which reports."""
+        """Record that this rank failed; return whether it failed first and must print its error."""
         if not self._has_store:
             return True
         try:
@@ -82,18 +82,18 @@ class FirstFailure:
             return False
 
     def _store(self) -> dist.TCPStore:
-        """Open a new connection, since another thread may be waiting in the process group's."""
+        """Open a new connection, since another thread may be waiting in an existing connection."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return connect_to_store(address, port, datetime.timedelta(seconds=_SECONDS))
 
 
 def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Connect to a store. If a process listens but does not answer, this never returns.
+    """Connect to a TCPStore. The call never returns if a process listens but does not answer.
 
     Args:
         timeout: time-out of later requests.
     Raises:
-        RuntimeError: no process listens there; shorter than TCPStore's error.
+        RuntimeError: no process listens at the address; the message is shorter than TCPStore's.
     """
     short = datetime.timedelta(seconds=_SECONDS)
     try:
@@ -108,11 +108,11 @@ def connect_to_store(host: str, port: int, timeout: datetime.timedelta) -> dist.
 def within(seconds: float, call: Callable[[], _T]) -> _T:
     """Call a function in a thread, with a time-out; return its result.
 
-    torch's store calls never return if the store's process is stopped, and block signals in the
-    main thread.
+    A request to torch's store never returns if the store's process is stopped. In the main thread,
+    the request would block Python's signal handlers.
 
     Raises:
-        TimeoutError: the call has not returned in time; it continues in its thread.
+        TimeoutError: the call has not returned after `seconds`; it continues in its thread.
     """
     future = Future[_T]()
 

@@ -1,7 +1,7 @@
-"""Read torch's flight recorder: the collectives that this process has issued, and which are done.
+"""Read torch's flight recorder: the collectives that this process has issued, and their state.
 
-As torch's debug server does, from the worker server, which serves HTTP on a Unix socket of this
-process. The first call starts it.
+The records come over HTTP from torch's worker server, on a Unix socket of this process. torch's
+debug server reads them in the same way. The first call of `recorded` starts the worker server.
 """
 
 import atexit
@@ -27,7 +27,7 @@ def recorded(active: bool = False) -> list[dict[str, Any]]:
     """Return the records of all collectives, oldest first; empty if the recorder cannot be read.
 
     Args:
-        active: only collectives that are not done.
+        active: return only collectives that are not done.
     """
     query = f"includecollectives=true&onlyactive={str(active).lower()}"
     found = [entry for handler in _HANDLERS for entry in _answer(handler, query)]

@@ -1,4 +1,4 @@
-"""The checks of a run's steps that the section [faults] turns on."""
+"""Checks of a run's steps, turned on in the section [faults] of the config."""
 
 import contextlib
 import logging
@@ -25,14 +25,14 @@ class Guards:
 
     Args:
         options: the section [faults].
-        watchdog: this rank's running watchdog; None: no watchdog.
+        watchdog: this rank's watchdog.
         host: process group of all ranks for CPU tensors.
     """
 
     def __init__(
         self,
         options: Faults,
-        watchdog: Watchdog | None,
+        watchdog: Watchdog,
         applied: Applied,
         mesh: Mesh,
         device: torch.device,
@@ -52,47 +52,42 @@ class Guards:
             self.replicas = Replicas(applied, host)
             if not self.replicas.n_replicated:
                 log.warning("faults.replicas_interval has no effect: no parameter has replicas")
-        if watchdog is not None:
-            watchdog.set_names(modules_of(applied), mesh.group_names())
+        watchdog.set_names(modules_of(applied), mesh.group_names())
 
     def begin(self, step: int) -> None:
-        """Call it before training starts; `step` steps are done."""
-        if self.watchdog is not None:
-            self.watchdog.begin_steps(step)
+        """Start to watch steps, before training begins; `step` steps are done."""
+        self.watchdog.begin_steps(step)
 
     def end(self) -> None:
-        """Call it when training has ended, also by an error."""
-        if self.watchdog is not None:
-            self.watchdog.end()
+        """Stop the watchdog; called when training has ended, also after an error."""
+        self.watchdog.end()
 
     def alive(self, step: int) -> None:
-        """Record progress other than a step, for the watchdog; `step` steps are done."""
-        if self.watchdog is not None:
-            self.watchdog.beat(step)
+        """Inform the watchdog of progress other than a step; `step` steps are done."""
+        self.watchdog.beat(step)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Context of a save after `step`, which has another limit, `checkpoint.timeout_seconds`."""
-        if self.watchdog is not None:
-            self.watchdog.pause(step)
+        """Pause the watchdog during a save after `step`; saves have a separate time limit."""
+        self.watchdog.pause(step)
         try:
             yield
         finally:
             self.alive(step)
 
     def sampling(self, step: int) -> contextlib.AbstractContextManager:
-        """Context of step `step` (1-based), which measures its times if the step is sampled."""
+        """Return a context manager that times step `step` (1-based) if that step is sampled."""
         if self.stragglers is not None and self.stragglers.samples(step):
             return self.stragglers.sampling()
         return contextlib.nullcontext()
 
     def data_loaded(self, step: int) -> None:
-        """Call it inside `sampling`, once the step's batch is loaded."""
+        """Record that the step's batch is loaded; called inside `sampling`."""
         if self.stragglers is not None and self.stragglers.samples(step):
             self.stragglers.data_loaded()
 
     def compute(self, step: int) -> Compute | None:
-        """Return a wrapper that computes gradients twice in step faults.verify_step, else None."""
+        """Return a function that computes gradients twice if `step` is verify_step; else None."""
         return self._compute_twice if step == self.options.verify_step else None
 
     def _compute_twice(self, accumulate: Callable[[], Tensor]) -> Tensor:
@@ -101,17 +96,17 @@ class Guards:
         if wrong:
             raise TrainingError(
                 f"step {step} was not bitwise reproducible: computed twice, it differs in {wrong}; "
-                "with debug.deterministic = true the hardware is faulty, without it kernels may be "
+                "if debug.deterministic = true, the hardware is faulty; otherwise, kernels may be "
                 "nondeterministic"
             )
-        log.info("step %d, computed twice: loss and gradients have the same bits", step)
+        log.info("step %d, computed twice: loss and gradients are bitwise equal", step)
         return partial_loss
 
     def after_step(self, step: int) -> Spike | None:
         """Run the checks after step `step` (1-based) has been enqueued.
 
         Returns:
-            A spike, if the run has to be rolled back to before it.
+            The spike before which the run must be rolled back; None: no rollback.
         Raises:
             TrainingError: replicas of a parameter differ; on all ranks.
         """
@@ -129,13 +124,13 @@ class Guards:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         message = f"silent corruption by step {step}: {found[0]}{more}"
         if self.options.on_corruption == "stop":
-            raise TrainingError(f"{message}; resume from a checkpoint of before, without that rank")
-        log.error("%s (faults.on_corruption)", message)
+            raise TrainingError(f"{message}; resume from an earlier checkpoint on other hardware")
+        log.error("%s (faults.on_corruption = 'warn')", message)
 
     def _read_spike(self, step: int) -> Spike | None:
         assert self.spikes is not None, "there is something to read"
         found = self.spikes.read(before=step)
-        acts = {"warn": "", "skip_data": "; the step was not taken", "rollback": "; going back"}
+        acts = {"warn": "", "skip_data": "; the step was skipped", "rollback": "; rolling back"}
         for spike in found:
             log.warning("%s%s", spike, acts[self.options.on_spike])
         return found[0] if found and self.options.on_spike == "rollback" else None

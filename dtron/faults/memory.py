@@ -1,4 +1,4 @@
-"""Errors of failed allocations (module, memory in use and free), and checks of host memory."""
+"""Explain failed allocations (module, memory in use, free memory); check host memory."""
 
 import re
 import resource
@@ -25,9 +25,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryInUse:
-    """Memory in use by this rank's tensors.
+    """Measures the memory in use by this rank, and explains out-of-memory errors.
 
-    Allocated on its GPU; on CPU, resident memory since this object was created.
+    On a GPU: allocated memory. On CPU: growth of resident memory since this object was created.
 
     Args:
         ranks: number of ranks on this host, which share its memory.
@@ -50,7 +50,7 @@ class MemoryInUse:
         module = module_of(error.__traceback__, modules)
         message = f"out of memory on {when}" + (f", in {module}" if module else "")
         requested = f" {size(failed)} were requested, with" if failed else ""
-        message += f":{requested} {size(used)} in use (at most {size(peak)}) and {size(free)} free"
+        message += f":{requested} {size(used)} in use (peak {size(peak)}) and {size(free)} free"
         room = min(used + free, used + failed - 1) if failed else used + free
         return OutOfMemoryError(f"{message} on {place}", max(peak, used + failed), room)
 
@@ -98,8 +98,8 @@ def check_host_memory(needed: float, what: str, fix: Callable[[float], str]) -> 
 
     Args:
         needed: bytes for all ranks of the host.
-        what: start of the error: what needs this memory.
-        fix: available bytes -> end of the error.
+        what: start of the error message: what needs this memory.
+        fix: function from available bytes to the end of the error message.
     Returns:
         Available bytes.
     Raises:

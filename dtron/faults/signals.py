@@ -1,10 +1,10 @@
 """Signals: all ranks stop at the same step, save, and exit with status 0 before a deadline.
 
-A rank that receives a signal informs the others by a 1-element all-reduce per step, whose result is
-read one step later, so that no rank waits for it. The deadline starts at the signal, also if the
-main thread is inside a collective, where Python's handlers cannot run: the interpreter immediately
-writes the signal's number to a socket (`signal.set_wakeup_fd`), which a thread reads. If another
-rank is dead, nothing can be saved, and the process exits a few seconds later.
+Ranks learn of a signal from a 1-element all-reduce per step. Its result is read one step later, so
+that no rank waits for it. The deadline starts at the signal, also if the main thread is inside a
+collective, where Python's handlers cannot run: the interpreter immediately writes the signal's
+number to a socket (`signal.set_wakeup_fd`), and a thread reads the socket. If another rank is dead,
+nothing can be saved, and the process exits a few seconds later.
 """
 
 import contextlib
@@ -27,19 +27,20 @@ log = logging.getLogger("dtron")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EARLY = signal.SIGUSR1
-"""Before training begins, this signal stops the run in order; the others exit immediately."""
+"""Before training begins, this signal stops all ranks together; SIGTERM and SIGINT end the rank at
+once."""
 EXIT_UNSAVED = 74
 """Exit code if the deadline ends the process before the save; sysexits.h's EX_IOERR."""
 EXIT_FAILED = 1
 EXIT_SIGNALLED = 128
 """Exit code 128 + number of the signal, as shells report it."""
 _UNSAVED = (
-    "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): what is being "
-    "saved is abandoned; older checkpoints are as they were"
+    "rank {rank}: not done {seconds:g} seconds after {why} (faults.stop_seconds): the save is "
+    "abandoned; older checkpoints are unchanged"
 )
-_RANK_LOST = "rank {rank}: another rank is gone, and this one has not ended for {seconds:g} seconds"
+_RANK_LOST = "rank {rank}: another rank has died, and this rank did not end in {seconds:g} seconds"
 _RANK_LOST_SECONDS = 2.0
-"""Long enough to commit a checkpoint that all ranks have already written."""
+"""Enough time to commit a checkpoint that all ranks have already written."""
 _JOIN_SECONDS = 60.0
 """Maximum wait for the other ranks at the end."""
 
@@ -79,11 +80,11 @@ class Deadline:
 
 
 class LivenessCheck:
-    """Checks that all ranks are alive, once a rank is to stop; else the process exits.
+    """When ranks must stop, checks that all ranks are alive; if one is dead, exits the process.
 
-    When a rank dies, torchrun sends SIGTERM to the others. These may wait for the dead rank inside
-    a kernel, which does not notice, until torchrun kills them 30 seconds later. A collective on CPU
-    tensors notices, since its connections break.
+    When a rank dies, torchrun sends SIGTERM to the other ranks. They may wait for the dead rank
+    inside a GPU kernel, until torchrun kills them 30 seconds later. A collective on CPU tensors
+    fails at once, since its connections break.
 
     Args:
         group: process group of all ranks for CPU tensors, used only here.
@@ -96,7 +97,7 @@ class LivenessCheck:
         self.deadline = Deadline(_RANK_LOST_SECONDS, _RANK_LOST, EXIT_HUNG)
 
     def start(self) -> None:
-        """Start the check in the background, once; every rank does, some only in `end`."""
+        """Start the check in the background, if it is not started. Every rank must start it."""
         with self._starting:
             if self._thread.ident is None:
                 self._thread.start()
@@ -108,10 +109,10 @@ class LivenessCheck:
             self.deadline.begin()
 
     def end(self) -> None:
-        """End the check, once this rank is done.
+        """Wait for the end of the check; called when this rank has saved everything.
 
-        Its collective must end before the process group does, and its thread before the interpreter
-        does, which would abort otherwise.
+        The collective must end before the process group is destroyed, and the thread must end
+        before the interpreter exits; otherwise the interpreter aborts.
         """
         self.deadline.cancel()
         self.start()
@@ -119,17 +120,18 @@ class LivenessCheck:
 
 
 class StopSignal:
-    """Stop requests by SIGTERM, SIGINT or SIGUSR1, as a flag on which all ranks agree.
+    """Turns SIGTERM, SIGINT and SIGUSR1 into a stop request on which all ranks agree.
 
-    They agree one step later, without waiting. (Slurm can send SIGUSR1 before a time limit.)
+    Ranks agree one step later, without waiting. (Slurm can send SIGUSR1 before its time limit.)
 
     Before training begins, SIGTERM and SIGINT end a rank immediately, also inside a collective:
-    nothing is lost, and torchrun waits for the rank when another one has failed.
+    there is nothing to save, and after a failure of another rank torchrun waits for this rank.
 
     Args:
-        seconds: deadline for `end`, from a signal or, on other ranks, from the agreement; 0: none.
+        seconds: time from the signal (on other ranks, from the agreement) within which `end` must
+            be complete; then the process exits. 0: no limit.
         failure: record of the first failure; if another rank has failed, this rank logs nothing.
-        received: is called at each signal, in a thread.
+        received: function that is called at each signal, in a thread.
     """
 
     def __init__(
@@ -141,9 +143,9 @@ class StopSignal:
         self.launcher_lost = False
         """After `end`: whether torchrun was killed on a host (`dtron.entry`)."""
         self.terminated = False
-        """Whether SIGTERM was received, which torchrun sends to all ranks once one has failed."""
+        """Whether SIGTERM was received, which torchrun sends to all ranks if a rank fails."""
         self.failed = False
-        """Whether this rank raises an error; then signals are ignored."""
+        """Whether this rank has raised an error; then signals are ignored."""
         self._failure, self._on_signal, self._launcher = failure, received, os.getppid()
         self._group: dist.ProcessGroup | None = None
         self._requested = False
@@ -165,7 +167,10 @@ class StopSignal:
         )
         listener.start()
         self._wakeup = before, writer, listener
-        self._catch(*SIGNALS)
+        for number in SIGNALS:  # `_listen` handles them as well, in its thread
+            previous = signal.signal(number, lambda *_: self.request())
+            self._previous.setdefault(number, previous)
+        self._caught = frozenset(SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY})  # blocked by train.py until here
         return self
 
@@ -177,8 +182,8 @@ class StopSignal:
             before, writer, listener = self._wakeup
             signal.set_wakeup_fd(before)
             writer.close()
-            # The thread may have the last reference to process groups, whose destruction in a
-            # thread would abort an interpreter that is shutting down.
+            # The thread may have the last reference to process groups. Their destruction in a
+            # thread aborts an interpreter that is shutting down.
             listener.join()
             self._wakeup = None
         self._deadline.cancel()
@@ -186,18 +191,23 @@ class StopSignal:
             self._liveness.deadline.cancel()
 
     def begin(self, group: dist.ProcessGroup, separate: dist.ProcessGroup) -> bool:
-        """Start the agreement, a collective; return whether to stop before the first step.
+        """Start to agree on stop requests; return whether to stop before the first step.
+
+        A collective.
 
         Args:
             group: process group of all ranks for CPU tensors.
-            separate: another such group, used only here, with a time-out of hours.
+            separate: a second group of this kind, used only here, with a time-out of hours.
         """
         self._group, self._liveness = group, LivenessCheck(separate)
         self.agreed()
         return self.agreed()  # returns the result of the first call's all-reduce
 
     def end(self) -> None:
-        """Call it once all is done and saved; a collective. Restores the signal handlers."""
+        """End the exchange of stop requests and restore the signal handlers; a collective.
+
+        Call it after the last save.
+        """
         if self._pending is not None and self._pending[0] is not None:
             self._pending[0].wait()
         if self._group is not None and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -207,12 +217,6 @@ class StopSignal:
         if self._liveness is not None:
             self._liveness.end()
         self.__exit__()
-
-    def _catch(self, *numbers: signal.Signals) -> None:
-        for number in numbers:  # `_listen` handles them as well, in its thread
-            previous = signal.signal(number, lambda *_: self.request())
-            self._previous.setdefault(number, previous)
-        self._caught |= set(numbers)
 
     def _listen(self, reader: socket.socket) -> None:
         with contextlib.closing(reader):
@@ -243,7 +247,7 @@ class StopSignal:
         self._requested = True
 
     def agreed(self) -> bool:
-        """Whether a stop was requested on any rank by the last call; equal on all ranks."""
+        """Whether any rank had a stop request at the previous call; equal on all ranks."""
         previous, flag = self._pending, torch.tensor([int(self._requested)])
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (work, flag)
@@ -253,7 +257,7 @@ class StopSignal:
             previous[0].wait()
         stops = bool(previous[1].item())
         if stops:
-            self._deadline.begin("ranks had agreed to stop")
+            self._deadline.begin("the ranks agreed to stop")
             assert self._liveness is not None, "training has begun"
             self._liveness.start()
         return stops

@@ -1,15 +1,16 @@
-"""Detect loss spikes on the device, equally on all ranks.
+"""Detect loss spikes on the device, with the same result on all ranks.
 
-With decay d = 1 - 1 / window, and for each step the loss x and, after the first `window` steps, the
-clipped loss c = min(x, mean + k * deviation), so that an outlier hardly changes the limit:
+Let x be the loss of a step, c = min(x, mean + k * deviation) the clipped loss, which limits the
+effect of an outlier, and d = 1 - 1 / window the decay of the averages:
 
     spike        x > mean + k * deviation,  deviation = max(1.2533 * a, 0.005 * |mean|)
-    a         <- d * a + (1 - d) * |c - mean|      mean absolute deviation; 1.2533 = sqrt(pi / 2)
-    mean      <- d * mean + (1 - d) * c            gives the standard one of a normal distribution
+    a         <- d * a + (1 - d) * |c - mean|      (mean absolute deviation)
+    mean      <- d * mean + (1 - d) * c
 
-During the first `window` steps nothing is a spike, c = x, and d = 1 - 1 / (steps + 1), which gives
-plain means. Non-finite losses change nothing here: their gradients are non-finite too, so that the
-step is skipped anyway. The flag is read one step late, so that nothing waits for the device.
+1.2533 = sqrt(pi / 2), for a normal distribution. In the first `window` steps no step is a spike,
+c = x, and d = 1 - 1 / (steps + 1) gives plain means. A non-finite loss does not change the state;
+its gradients are non-finite too, so that its step is skipped. The spike flag is read one step late,
+so that the host does not wait for the device.
 """
 
 import math
@@ -26,7 +27,7 @@ _SMALLEST = 0.005
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss above its limit."""
+    """A step with a loss above the limit."""
 
     step: int
     """1-based."""
@@ -52,7 +53,6 @@ class Spikes:
     ) -> None:
         self.window, self.deviations, self.skips, self.copies = window, deviations, skips, copies
         self.state = torch.zeros(3, dtype=torch.float64, device=device)  # mean, a, steps
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
         self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
     @torch.no_grad()
@@ -78,7 +78,6 @@ class Spikes:
             [mean + weight * (cut - mean), absolute + weight * (away - absolute), steps + 1]
         )
         self.state = torch.where(loss.isfinite(), moved, self.state)
-        self.count += spike
         self._unread.append((step, *_to_host(torch.stack([spike.double(), loss, limit]))))
         return spike
 
@@ -99,7 +98,7 @@ class Spikes:
         return {"mean": mean, "absolute": absolute, "steps": steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load a `state_dict`; an empty one resets."""
+        """Load a `state_dict`; an empty dict resets the state."""
         names = ("mean", "absolute", "steps")
         self.state = self.state.new_tensor([state.get(name, 0.0) for name in names])
         self._unread = []

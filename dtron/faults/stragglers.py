@@ -1,13 +1,13 @@
-"""Find slow ranks, and the part of the step in which they are slow: a table every N steps.
+"""Find slow ranks, and the part of the step in which they are slow: log a table every N steps.
 
-All ranks take equally long for a step, since fast ranks wait for slow ones inside collectives. A
+All ranks take the same time for a step, since fast ranks wait for slow ranks inside collectives. A
 sampled step therefore measures waiting separately. On CPUs, Python's profile hook, set for that
-step only, times calls that wait for a collective; on GPUs, it is the sum of the times of
+step only, times the calls that wait for a collective. On GPUs, waiting is the sum of the times of
 collectives in NCCL's flight recorder, which needs TORCH_NCCL_ENABLE_TIMING=1.
 
-    data     until the batch is loaded
-    busy     the rest of the step, without waiting
-    wait     in collectives; smallest on the slow rank
+    data     time until the batch is loaded
+    busy     time of the rest of the step, without waiting
+    wait     time in collectives; smallest on the slow rank
 """
 
 import logging
@@ -31,7 +31,7 @@ _N_LISTED = 4
 
 
 class Stragglers:
-    """Samples the times of one rank's steps.
+    """Measures the times of every `interval`-th step of this rank, and reports the slowest ranks.
 
     Args:
         interval: steps between samples.
@@ -48,7 +48,7 @@ class Stragglers:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Context of a sampled step, in which `data_loaded` is called; sets `seconds`."""
+        """Measure a sampled step: set `seconds` by part. Call `data_loaded` in this context."""
         self._synchronize()
         begun = self._data = time.perf_counter()
         with self._waits:
@@ -63,7 +63,7 @@ class Stragglers:
         self._data = time.perf_counter()
 
     def report(self, step: int) -> list[dict[str, float]]:
-        """Gather the samples of all ranks, a collective, and log the slowest ranks."""
+        """Gather the samples of all ranks and log the slowest ranks; a collective."""
         own = torch.tensor([self.seconds[part] for part in PARTS], dtype=torch.float64)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)
@@ -80,7 +80,7 @@ class Stragglers:
 
 
 def table(rows: list[dict[str, float]], step: int) -> list[str]:
-    """Format the slowest ranks: time of each part, and data + busy over its median.
+    """Format the slowest ranks: time of each part, and data + busy relative to the ranks' median.
 
     Args:
         rows: seconds by part, for each rank.
@@ -96,7 +96,10 @@ def table(rows: list[dict[str, float]], step: int) -> list[str]:
 
 
 class _CpuWaits:
-    """Times this thread's calls that wait for a collective (`Work.wait`, `wait_tensor`)."""
+    """Measures the time of calls in this thread that wait for a collective.
+
+    These calls are `Work.wait` and `wait_tensor`.
+    """
 
     def __enter__(self) -> None:
         self.seconds, self._last = 0.0, time.perf_counter()
@@ -106,14 +109,14 @@ class _CpuWaits:
         sys.setprofile(None)
 
     def _on_event(self, _frame: FrameType, event: str, called: Any) -> None:
-        # Since the last event: Python 3.12 has no `c_call` event for bound methods of pybind11.
+        # Time since the last event: Python 3.12 has no `c_call` event for pybind11's bound methods.
         if event == "c_return" and called.__name__ in ("wait", "wait_tensor"):
             self.seconds += time.perf_counter() - self._last
         self._last = time.perf_counter()
 
 
 class _NcclWaits:
-    """Sums the times of collectives in NCCL's flight recorder; 0 if it does not time them."""
+    """Sums the times of collectives in NCCL's flight recorder; 0 if the recorder has no times."""
 
     def __enter__(self) -> None:
         self.seconds, self._since = 0.0, time.time_ns()

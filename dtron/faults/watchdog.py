@@ -1,11 +1,11 @@
-"""Watchdog: a rank whose step does not end reports where it is and exits, so that the run restarts.
+"""Watchdog: if a rank's step hangs, the rank writes a report and exits; torchrun restarts the run.
 
-A thread checks the time since the rank's last step, or since its start. Nothing is recorded during
-training; at the limit the stacks of all threads are read. The innermost frame of torch.distributed
-gives the collective with its group and tensor, the innermost frame of a module the layer, and
-torch's flight recorder the collectives that are enqueued and not done. They are written to
-RUN/hangs/step-S/rank-R.txt (before the first step to hangs/rendezvous or hangs/start). One rank
-then reports which ranks wait in a collective, and which do not: for these the others wait.
+A thread checks the time since the rank completed a step or started. Nothing is recorded during
+training. At the time limit the thread reads the stacks of all threads: frames of torch.distributed
+show the collective with its group and tensor; the innermost frame of a module shows the layer.
+torch's flight recorder lists the collectives that are enqueued and not done. The report is written
+to RUN/hangs/step-S/rank-R.txt (before the first step to hangs/rendezvous or hangs/start). Then one
+rank prints which ranks wait in a collective, and which other ranks they wait for.
 """
 
 import contextlib
@@ -40,10 +40,9 @@ _FIRST_STEP_FACTOR = 4
 _GATHER_SECONDS = 3.0
 """Time to wait for the reports of the other ranks."""
 _START_GATHER_SECONDS = 10.0
-"""The same at the start, which ranks begin at different times."""
+"""Time to wait for the reports before the first step, since ranks start at different times."""
 _START = "start"
-"""Name of the phase, and of its folder in RUN/hangs, from the rendezvous to the first step. Before
-the rendezvous, another run may be using the run directory."""
+"""Name of the phase from the rendezvous to the first step, and of its folder in RUN/hangs."""
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 """Text of time-out errors of torch's stores and collectives."""
 _CLOCK_SKEW = 60.0
@@ -55,20 +54,21 @@ _COLLECTIVES = re.compile(
 )
 
 _RENDEZVOUS = "dtron/run/rendezvous.py"
-"""File whose functions wait for other ranks."""
+"""File with the functions that wait for other ranks at the rendezvous."""
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank is; the first line of its report, as JSON."""
+    """Position of a rank in the code; as JSON, it is the first line of the rank's report."""
 
     rank: int
     step: int
     seconds: float
     collective: str
-    """Name of the collective in which it waits, with group and tensor if known; empty: none."""
+    """Collective in which the rank waits, with group and tensor if known; "": the rank does not
+    wait."""
     module: str
-    """FQN of the innermost module; empty: none."""
+    """FQN of the innermost module; "" outside of modules."""
     frame: str
     """The innermost Python frame."""
 
@@ -82,9 +82,9 @@ class Watchdog:
     """Watches one rank from `begin` until `end`.
 
     Args:
-        seconds: maximum time of a step, after which the process is ended.
+        seconds: maximum time of a step; then the process exits. 0: nothing is watched.
         folder: RUN/hangs.
-        record: is called with the reason before the process is ended.
+        record: function that is called with the reason before the process exits.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Watchdog:
         self.groups: Mapping[str, str] = {}
         self._phase, self._before = _START, self._start_reported()
         self._beat: tuple[int, float, float] = (0, 0.0, math.inf)
-        """(steps done, time of the last progress, factor of `seconds` for the next step)."""
+        """(steps done, time of the latest progress, factor of `seconds` for the next step)."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._main = threading.get_ident()
@@ -110,7 +110,8 @@ class Watchdog:
         """Start the thread in a phase before the first step: "rendezvous" or "start"."""
         self._phase = phase
         self._beat = (0, time.monotonic(), _FIRST_STEP_FACTOR)
-        self._thread.start()
+        if self.seconds:
+            self._thread.start()
 
     def begin_steps(self, step: int) -> None:
         """Start to watch steps; `step` steps are done."""
@@ -128,8 +129,8 @@ class Watchdog:
         self.groups = groups
 
     def timed_out(self, error: BaseException) -> None:
-        """Report and end the process, if an error is a time-out of torch's store or collective."""
-        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+        """If an error is a time-out of torch's store or of a collective, report and exit."""
+        if self.seconds and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
             self.end()
             step, since, _ = self._beat
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
@@ -140,12 +141,12 @@ class Watchdog:
         self._beat = (step, time.monotonic(), 1)
 
     def pause(self, step: int) -> None:
-        """Stop watching until the next `beat`, during work after `step` with other time-outs."""
+        """Stop watching until the next `beat`: what follows step `step` has its own time-out."""
         self._beat = (step, time.monotonic(), math.inf)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context that is not watched; afterwards the limit starts anew."""
+        """Pause the watchdog in this context; at its end, the time limit starts from zero."""
         step, _, times = self._beat
         self.pause(step)
         yield
@@ -166,14 +167,15 @@ class Watchdog:
                 self._report_and_exit(step + 1, late)
 
     def _reported(self) -> bool:
-        """Whether another rank has reported a hang of this start.
+        """Whether another rank has reported a hang between the rendezvous and the first step.
 
-        Ranks start at different times; by reporting as well, this one shows that it is not missing.
+        Then this rank reports too: since ranks start at different times, it would otherwise be
+        listed as missing. False before the rendezvous, when another run may use the run directory.
         """
         return self._phase == _START and self._start_reported() != self._before
 
     def _start_reported(self) -> float:
-        """Time of the last report of a hang at the start, by the file system's clock; 0: none."""
+        """Return the file time of the newest report of a hang at the start; 0: no report."""
         try:
             return (self.folder / _START).stat().st_mtime
         except OSError:
@@ -185,7 +187,7 @@ class Watchdog:
         """Report as much as possible, and exit the process.
 
         Args:
-            failed: frames of an error of the main thread, innermost first; None: it still runs.
+            failed: frames of an error in the main thread, innermost first; None: no error.
         """
         try:
             self._report(step, late, failed)
@@ -224,36 +226,36 @@ class Watchdog:
     def position(
         self, step: int, late: float, failed: Sequence[FrameType] | None = None
     ) -> RankPosition:
-        """Find where the main thread is, or the autograd thread for which it waits."""
+        """Find the position of the main thread, or of the autograd thread that it waits for."""
         stacks = [failed] if failed else [list(_frames_outwards(frame)) for frame in self._stacks()]
         found = [self._read_stack(frames) for frames in stacks]
         found.sort(key=lambda each: (bool(each[0]), bool(each[1])), reverse=True)
         collective, module = found[0]
         enqueued = flight_recorder(self.groups)
-        if "wait" in collective and enqueued:  # a frame of `wait` does not have the collective
+        if "wait" in collective and enqueued:  # a frame of `wait` does not know the collective
             collective = enqueued[0]
         frame = failed[0] if failed else sys._current_frames()[self._main]
         innermost = f"{frame.f_code.co_qualname} ({_location(frame)})"
         return RankPosition(self.rank, step, round(late, 1), collective, module, innermost)
 
     def _stacks(self) -> list[FrameType]:
-        """Innermost frames of the main thread and of autograd's threads.
+        """Return the innermost frames of the main thread and of autograd's threads.
 
-        Python's threading does not know the latter.
+        `threading.enumerate` does not list autograd's threads.
         """
         frames = sys._current_frames()
         known = {thread.ident for thread in threading.enumerate()}
         return [f for ident, f in frames.items() if ident == self._main or ident not in known]
 
     def _read_stack(self, frames: Sequence[FrameType]) -> tuple[str, str]:
-        """Return collective and module of a stack, whose innermost frame comes first."""
+        """Return collective and module of a stack; `frames` starts with the innermost frame."""
         collective = module = ""
         for frame in frames:
             name, local = frame.f_code.co_name, frame.f_locals
             if frame.f_code.co_filename.endswith(_RENDEZVOUS):
                 collective = "the rendezvous"
             if "torch/distributed" in frame.f_code.co_filename and _COLLECTIVES.fullmatch(name):
-                # The last match is the outermost frame of the call.
+                # The last match is the outermost matching frame, that of the public function.
                 collective = self._describe_collective(name, local)
             module = module or self._module_of(local.get("self"))
         return collective, module
@@ -288,9 +290,9 @@ def _location(frame: FrameType) -> str:
 
 
 def flight_recorder(groups: Mapping[str, str]) -> list[str]:
-    """List the collectives that are enqueued and not done, by torch's flight recorder.
+    """List the collectives that are enqueued and not done, from torch's flight recorder.
 
-    The oldest first: `all_gather over tp of Float [[2, 16, 32]]`.
+    The oldest comes first; each entry has the form `all_gather over tp of Float [[2, 16, 32]]`.
     """
     return [_describe_entry(entry, groups) for entry in recorded(active=True)]
 
@@ -303,7 +305,10 @@ def _describe_entry(entry: dict[str, Any], groups: Mapping[str, str]) -> str:
 
 
 def _create_first(path: Path, since: float) -> bool:
-    """Create a file; return whether this rank is the first one. Older files are replaced."""
+    """Create a file; return False if another rank has created it.
+
+    A file from before `since` (seconds since the epoch) is replaced.
+    """
     try:
         if path.exists() and path.stat().st_mtime < since:
             path.unlink()
@@ -316,10 +321,10 @@ def _create_first(path: Path, since: float) -> bool:
 
 
 def summary(folder: Path, world_size: int, since: float) -> list[str]:
-    """Summarize the reports of a hang: which ranks wait, and for which.
+    """Summarize the reports of a hang: which ranks wait in a collective, and for which ranks.
 
     Args:
-        since: seconds since the epoch; older reports are of an earlier hang at the same step.
+        since: seconds since the epoch; older reports belong to an earlier hang at the same step.
     """
     new = [path for path in folder.glob("rank-*.txt") if path.stat().st_mtime >= since]
     firsts = [path.read_text(encoding="utf-8").split("\n")[0] for path in new]
@@ -328,10 +333,10 @@ def summary(folder: Path, world_size: int, since: float) -> list[str]:
     silent = sorted(set(range(world_size)) - {report.rank for report in reports})
     waiting = [str(report.rank) for report in reports if report.collective]
     lines = [f"hang: ranks {', '.join(waiting) or 'none'} wait in a collective"]
-    lines += [f"hang: {report} and is waited for" for report in reports if not report.collective]
+    lines += [f"hang: {report}; ranks wait for it" for report in reports if not report.collective]
     if silent:
         names = ", ".join(map(str, silent))
         lines.append(
-            f"hang: no report of ranks {names}: dead, or without a Python thread that runs"
+            f"hang: no report from ranks {names}: they are dead, or no Python thread can run"
         )
     return lines

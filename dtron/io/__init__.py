@@ -1,1 +1,1 @@
-"""Files, object stores and the process that writes checkpoint files."""
+"""Access to files and object stores, and the process that writes checkpoint files."""

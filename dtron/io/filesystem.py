@@ -1,4 +1,4 @@
-"""Small files on a disk or in an object store: reading with clear errors, durable writing."""
+"""Read and write small files on a disk or in an object store, durably and with clear errors."""
 
 import contextlib
 import errno
@@ -17,13 +17,13 @@ from dtron.io.untrusted import JSON_BYTES, parse, read_bytes
 Location = Path | Remote
 """Path of a file or folder, on a disk or in an object store."""
 PARTIAL_SUFFIX = r"\.[0-9a-f]{32}\.partial"
-"""What a file's name has more, as a regular expression, until it is complete."""
+"""Regular expression of the suffix of a file's name until the file is complete."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OWN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def location(text: str | Location) -> Location:
-    """Convert a path or URL of a config. Raises ConfigError: the URL cannot be used."""
+    """Convert a path or URL of a config. Raises ConfigError: the path or URL cannot be used."""
     if isinstance(text, str) and "://" in text:
         return Remote.of(text)
     try:
@@ -33,12 +33,17 @@ def location(text: str | Location) -> Location:
 
 
 def read(path: Location, limit: int = JSON_BYTES) -> bytes:
-    """Read a file of at most `limit` bytes. Raises OSError: also if it is not a regular file."""
+    """Read a file of at most `limit` bytes. Raises OSError: also if the file is not regular."""
     return path.read_whole(limit) if isinstance(path, Remote) else read_bytes(path, limit)
 
 
 def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes. Raises CheckpointError; UnreachableError."""
+    """Read a JSON object of at most `limit` bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read or is not a JSON object.
+        UnreachableError: the object store does not answer or denies access.
+    """
     try:
         content = parse(read(path, limit))
     except UnreachableError:
@@ -51,7 +56,7 @@ def read_json(path: Location, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def plain_name(name: Any, where: Location) -> str:
-    """Check a file name from an index: it must not leave the folder. Raises CheckpointError."""
+    """Return a file name from an index. Raises CheckpointError: the name leaves the folder."""
     plain = isinstance(name, str) and Path(name).name == name and not {"\\", "\0"} & set(name)
     if not plain or name in ("", ".", ".."):
         raise CheckpointError(f"{where} names a file outside of its folder: {name!r}")
@@ -59,14 +64,16 @@ def plain_name(name: Any, where: Location) -> str:
 
 
 def write_atomically(path: Location, text: str | Iterable[str], synced: bool = True) -> None:
-    """Write or replace a file atomically: readers see all or nothing of it. Raises OSError.
+    """Write or replace a file atomically: readers see the old or the new file.
 
-    It is written under another name, which nobody can have made before; a link at the path is
-    replaced, not followed.
+    On a disk, the file is written under a new random name and then renamed to `path`. A link at
+    `path` is replaced, not followed.
 
     Args:
         text: the content, or its parts in order.
-        synced: wait until the disk has it.
+        synced: wait until the file is on the disk.
+    Raises:
+        OSError: the file cannot be written.
     """
     parts = [text] if isinstance(text, str) else text
     if isinstance(path, Remote):
@@ -83,7 +90,7 @@ def write_atomically(path: Location, text: str | Iterable[str], synced: bool = T
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        if isinstance(error, OSError) and error.strerror:  # which names the partial file
+        if isinstance(error, OSError) and error.strerror:  # the error names the partial file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     if synced:
@@ -91,12 +98,12 @@ def write_atomically(path: Location, text: str | Iterable[str], synced: bool = T
 
 
 def open_own(path: Path, flags: int) -> IO[bytes]:
-    """Open or make a regular file of a run, without buffer; a link to one is not followed.
+    """Open or create a regular file of a run, without buffering; a link is not followed.
 
     Args:
-        flags: of `os.open`, such as `os.O_RDWR | os.O_APPEND`.
+        flags: flags for `os.open`, such as `os.O_RDWR | os.O_APPEND`.
     Raises:
-        OSError: also if it is not a regular file, without waiting for the reader of a FIFO.
+        OSError: also if the path is a link, a FIFO or another special file.
     """
     descriptor = os.open(path, flags | _OWN, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -112,7 +119,10 @@ def is_link(path: Location) -> bool:
 
 
 def sync_directory(path: Location) -> None:
-    """Wait until the entries of a directory are on the disk. Raises OSError."""
+    """Wait until the entries of a directory are on the disk; no-op in an object store.
+
+    Raises OSError: the directory cannot be opened or synchronized.
+    """
     if isinstance(path, Remote):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -133,36 +143,43 @@ def is_file(path: Location) -> bool:
 def listed(folder: Location) -> Location:
     """Return a folder of a store with a snapshot of its content, which saves requests.
 
-    Any other folder is returned as it is. Raises UnreachableError.
+    Any other folder is returned as it is.
+    Raises UnreachableError: the store does not answer or denies access.
     """
     return folder.listed() if isinstance(folder, Remote) else folder
 
 
 def names_in(folder: Location) -> list[str]:
-    """Return the names in a folder; none if it does not exist. Raises OSError."""
+    """Return the names in a folder; an empty list if the folder does not exist.
+
+    Raises OSError: the folder cannot be read.
+    """
     if isinstance(folder, Remote):
         return folder.names()
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def size_of(path: Location) -> int:
-    """Return the size of a file in bytes. Raises OSError."""
+    """Return the size of a file in bytes. Raises OSError: the file cannot be accessed."""
     return path.size() if isinstance(path, Remote) else path.stat().st_size
 
 
 def make_folder(path: Location) -> None:
-    """Make a new folder; does nothing in a store, which has none. Raises OSError."""
+    """Make a new folder and missing parents; in an object store, do nothing.
+
+    Raises OSError: the folder exists or cannot be made.
+    """
     if isinstance(path, Path):
         path.mkdir(parents=True)
 
 
 def dangling_link(path: Path) -> Path | None:
-    """The link to nothing that a path is, or leads through; None: there is none."""
+    """Return the first dangling link among a path and its parents; None without one."""
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
 def mount_of(path: Location) -> Path | None:
-    """Return the mount point of the file system of a path, existing or not; None for a store."""
+    """Return the mount point of a path, even if the path does not exist; None for a store."""
     if isinstance(path, Remote):
         return None
     path = path.resolve()
@@ -170,21 +187,24 @@ def mount_of(path: Location) -> Path | None:
 
 
 def check_mounted(path: Location, mount: Path | None) -> None:
-    """Check that the file system of a path is still mounted at `mount`. Raises OSError.
+    """Raise OSError if the file system of a path is no longer mounted at `mount`.
 
-    Below an unmounted folder, files would be written to another disk.
+    Without the mount, files would be written to the disk below it.
     """
     if mount_of(path) != mount:
         raise OSError(f"its file system is no longer mounted at {mount}")
 
 
 def _raise_unless_missing(_act: Any, _path: str, info: tuple[Any, BaseException, Any]) -> None:
-    if not isinstance(info[1], FileNotFoundError):  # another process deletes it too
+    if not isinstance(info[1], FileNotFoundError):  # another process may delete the folder too
         raise info[1]
 
 
 def delete(*paths: Location) -> None:
-    """Delete files, or folders with their content, of a disk or of one store. Raises OSError."""
+    """Delete files, and folders with their content, on a disk or in one object store.
+
+    Raises OSError: a path cannot be deleted. A missing file or folder is no error.
+    """
     remote = [path for path in paths if isinstance(path, Remote)]
     if remote:
         remote[0].delete(*remote[1:])

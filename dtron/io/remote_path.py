@@ -1,37 +1,59 @@
 """Paths in object stores and file systems of fsspec: `s3://`, `gs://`, `memory://`, `file://`, ...
 
-A `Remote` has the part of pathlib's interface that checkpoints need. Object stores cannot rename,
-and an object appears only when it is complete; nothing here relies on more. The store's library
-retries requests. Listings are not cached implicitly, since other processes write too: `listed`
-takes a snapshot explicitly, which answers as long as the caller keeps it.
+A `Remote` has the part of pathlib's interface that checkpoints need. No file is renamed, since
+object stores cannot rename. The only assumption is that an object appears when it is complete. The
+store's library retries requests. Listings are not cached implicitly, since other processes write
+too: `listed` takes an explicit snapshot, which replaces requests while the caller keeps it.
 """
 
 import contextlib
+import errno
+import functools
+import glob
+import io
+import logging
+import os
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 from dtron.errors import CheckpointError, ConfigError
 
 HEAD_BYTES = 8 << 20
 """Bytes at the start of a file that one request reads; a whole small file."""
 _BLOCK_BYTES = 64 << 20
-"""Bytes that are read at once, by concurrent requests of _PART_BYTES."""
+"""Bytes that are read at once, in concurrent requests of _PART_BYTES."""
 _PART_BYTES = 16 << 20
 _GAP_BYTES = 1 << 20
-"""Largest gap between two ranges that are read by one request."""
+"""Largest gap between two ranges that one request reads."""
 _MAX_HEADS = 16
+ETAG = "ETag "
+"""Beginning of a version of `Remote.find` that identifies the content."""
+_FINAL = (PermissionError, NotImplementedError, TypeError, ValueError)
+"""Causes of errors that do not go away."""
+_STREAM_BYTES = 4 << 20
+"""Bytes per request of `Remote.open_buffered`."""
+STORE_SECONDS = 300.0
+"""How long a request to a store is repeated if it fails, in seconds."""
+_PAUSES = (1.0, 30.0)
+"""First and longest pause before a request is repeated, in seconds."""
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
+logger = logging.getLogger("dtron")
+_T = TypeVar("_T")
+
+
 class UnreachableError(CheckpointError, OSError):
-    """A store that does not answer or denies access, so that its content is not known."""
+    """An object store does not answer or denies access, so that its content is unknown."""
 
 
 @dataclass
 class Snapshot:
-    """The listing of a folder in a store, updated by this process's own writes and deletes."""
+    """Listing of a folder in a store, updated with the writes and deletes of this process."""
 
     sizes: dict[str, int]
     """Size in bytes of each file, by path."""
@@ -46,13 +68,13 @@ class Snapshot:
 
 
 class Remote:
-    """A path in a store.
+    """A path in an object store.
 
     Args:
-        snapshot: answers instead of the store, for this path and paths derived from it.
+        snapshot: is used instead of requests, for this path and paths derived from it.
     Raises:
         FileNotFoundError: from every method that reads.
-        UnreachableError: from every method, whatever the store's library raises.
+        UnreachableError: from every method, for any other error of the store's library.
     """
 
     def __init__(self, files: Any, path: str, snapshot: Snapshot | None = None) -> None:
@@ -60,8 +82,10 @@ class Remote:
 
     @classmethod
     def of(cls, url: str) -> "Remote":
-        """Return the path of a URL. Raises ConfigError: fsspec does not know it, or a package that
-        it needs is not installed."""
+        """Return the path of a URL.
+
+        Raises ConfigError: fsspec does not support the URL, or a package for it is not installed.
+        """
         protocol = url.partition("://")[0]
         try:
             import fsspec
@@ -74,7 +98,7 @@ class Remote:
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **local)
         except ImportError as error:
             package = _PACKAGES.get(protocol)
-            fix = f"pip install {package}" if package else str(error)
+            fix = f"run pip install {package}" if package else str(error)
             raise ConfigError(f"{url!r} needs another package: {fix}") from None
         except ValueError as error:
             raise ConfigError(f"{url!r} is not a URL that fsspec supports: {error}") from None
@@ -112,8 +136,10 @@ class Remote:
         return self.parent / name
 
     def listed(self) -> "Remote":
-        """Return the same path with a snapshot of all files below it: one request per 1000
-        files."""
+        """Return the same path with a snapshot of all files below it.
+
+        The snapshot takes one request per 1000 files.
+        """
         if self._snapshot is not None or getattr(self._files, "local_file", False):
             return self
         with self._renamed_errors(), contextlib.suppress(FileNotFoundError):
@@ -123,7 +149,7 @@ class Remote:
         return Remote(self._files, self._path, Snapshot({}))
 
     def connect(self) -> None:
-        """Set up the store's library, without a request; for some this takes half a second."""
+        """Set up the store's library, without a request; some libraries take half a second."""
         with self._renamed_errors():
             getattr(self._files, "connect", lambda: None)()
 
@@ -147,7 +173,7 @@ class Remote:
             return self._files.exists(self._path)
 
     def is_file(self) -> bool:
-        """Whether it exists and is a file."""
+        """Whether the path exists and is a file."""
         if self._snapshot is not None:
             return self._path in self._snapshot.sizes
         with self._renamed_errors():
@@ -163,7 +189,7 @@ class Remote:
             return int(self._files.size(self._path))
 
     def names(self) -> list[str]:
-        """Return the names in a folder; none if it does not exist."""
+        """Return the names in a folder; an empty list if the folder does not exist."""
         if self._snapshot is not None:
             below = (path[len(self._path) + 1 :] for path in self._snapshot.below(self._path))
             return sorted({path.split("/")[0] for path in below} - {""})
@@ -174,13 +200,55 @@ class Remote:
                 return []
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
+    def find(self) -> list[tuple[str, int, str]]:
+        """Return URL, size and version of each matching file, sorted by URL.
+
+        A version is ETAG and the store's ETag, or the time of the last change.
+
+        If this path is a file or a pattern such as `data/*.jsonl`, these are the files that it
+        names; else all files below this folder, at any depth.
+
+        Raises:
+            FileNotFoundError: no file exists at this path.
+        """
+        with self._renamed_errors():
+            if glob.has_magic(self._path):
+                found = self._files.glob(self._path, detail=True)
+            else:
+                found = self._files.find(self._path, detail=True)
+        files = [each for each in found.values() if each.get("type", "file") == "file"]
+        if not files:
+            raise FileNotFoundError(f"{self}: no such file")
+        if unknown := [each["name"] for each in files if each.get("size") is None]:
+            text = f"{unknown[0]}: the store reports no size of this file; download it"
+            raise UnreachableError(text) from ValueError()
+        times = ("LastModified", "mtime", "created")
+
+        def version(info: dict[str, Any]) -> str:
+            if etag := info.get("ETag") or info.get("etag"):
+                return f"{ETAG}{etag}"
+            return str(next((info[key] for key in times if info.get(key)), ""))
+
+        return sorted(
+            (
+                self._files.unstrip_protocol(each["name"]),
+                int(each["size"]),
+                version(each),
+            )
+            for each in files
+        )
+
+    def open_buffered(self) -> BinaryIO:
+        """Open a file for reading from any position; a request that fails is repeated."""
+        return cast(BinaryIO, io.BufferedReader(_Stream(self), _STREAM_BYTES))
+
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open a file for reading, or a new one for writing."""
+        """Open a file for reading, or a new file for writing."""
         with self._renamed_errors():
             return self._files.open(self._path, mode)
 
     def read_bytes(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end) of a file. Raises UnreachableError: also for a short answer."""
+        """Read bytes [start, end) of a file. Raises UnreachableError: also if bytes are missing."""
         starts = list(range(start, end, _PART_BYTES))
         if not starts:
             return b""
@@ -190,6 +258,11 @@ class Remote:
                 found = self._files.cat_file(self._path, start=start, end=end)
             else:
                 found = b"".join(self._files.cat_ranges(paths, starts, ends, on_error="raise"))
+        return self.checked(found, start, end)
+
+    def checked(self, found: bytes, start: int, end: int) -> bytes:
+        """Return the answer to a request for bytes [start, end). Raises UnreachableError: bytes are
+        missing."""
         if len(found) != end - start:
             raise UnreachableError(
                 f"{self}: the store returned {len(found)} of {end - start} bytes from {start} on"
@@ -197,7 +270,7 @@ class Remote:
         return found
 
     def read_whole(self, limit: int) -> bytes:
-        """Read a whole file. Raises OSError: also if it has more than `limit` bytes."""
+        """Read a whole file. Raises OSError: also if the file has more than `limit` bytes."""
         if self._snapshot is not None and self._path in self._snapshot.contents:
             return self._snapshot.contents[self._path]
         if (size := self.size()) > limit:
@@ -207,8 +280,13 @@ class Remote:
             self._snapshot.contents[self._path] = content
         return content
 
+    def copy_from(self, file: Path) -> None:
+        """Write a copy of a file on the disk; the copy appears in the store once it is complete."""
+        with self._renamed_errors():
+            self._files.put_file(str(file), self._path)
+
     def head(self) -> bytes:
-        """Read the first HEAD_BYTES of a file; a snapshot caches them."""
+        """Read the first HEAD_BYTES of a file; a snapshot caches these bytes."""
         heads = self._snapshot.heads if self._snapshot is not None else OrderedDict[str, bytes]()
         if self._path not in heads:
             heads[self._path] = self.read_bytes(0, min(self.size(), HEAD_BYTES))
@@ -220,17 +298,18 @@ class Remote:
         """Yield a whole file in blocks."""
         yield self.head()
         for start in range(HEAD_BYTES, size := self.size(), _BLOCK_BYTES):
-            yield self.read_bytes(start, min(start + _BLOCK_BYTES, size))
+            read = functools.partial(self.read_bytes, start, min(start + _BLOCK_BYTES, size))
+            yield retried(read, STORE_SECONDS)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write a file; it appears when it is complete."""
+        """Write a file; the file appears in the store once it is complete."""
         with self._renamed_errors():
             self._files.pipe_file(self._path, data)
         if self._snapshot is not None:
             self._snapshot.sizes[self._path], self._snapshot.contents[self._path] = len(data), data
 
     def delete(self, *others: "Remote") -> None:
-        """Delete files, and folders with their content; it is no error if they do not exist.
+        """Delete files, and folders with their content; missing paths are ignored.
 
         With a snapshot, one request deletes up to 1000 files.
         """
@@ -256,9 +335,93 @@ class Remote:
             raise UnreachableError(f"{self}: {reason}") from error
 
 
+class _Stream(io.RawIOBase):
+    """A file in a store as a file object."""
+
+    def __init__(self, where: Remote) -> None:
+        self._where, self._position = where, 0
+        self._size = retried(where.size, STORE_SECONDS)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        self._position = max(0, bases[whence] + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start = self._position
+        end = min(start + len(buffer), self._size)
+        if end > start:
+            read = functools.partial(self._where.read_bytes, start, end)
+            buffer[: end - start] = retried(read, STORE_SECONDS)
+        self._position = max(start, end)
+        return max(0, end - start)
+
+
+def read_ranges(ranges: Sequence[tuple[Remote, int, int]], seconds: float) -> list[bytes]:
+    """Read bytes [start, end) of files in one store, by concurrent requests.
+
+    Args:
+        ranges: (file, start, end) of each.
+        seconds: time limit of all requests together.
+    Raises:
+        FileNotFoundError: a file does not exist.
+        UnreachableError: as Remote; also after the time limit, or if bytes are missing.
+    """
+    files = ranges[0][0]._files
+    paths, starts, ends = map(list, zip(*ranges, strict=True))
+    columns = [[path._path for path in paths], starts, ends]
+    found: Any
+    with ranges[0][0]._renamed_errors():
+        if getattr(files, "async_impl", False):
+            from fsspec.asyn import sync
+
+            read = files._cat_ranges
+            found = sync(files.loop, read, *columns, timeout=seconds, on_error="return")
+        else:
+            found = files.cat_ranges(*columns, on_error="return")
+    for (where, start, end), content in zip(ranges, found, strict=True):
+        if isinstance(content, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(where))
+        if isinstance(content, Exception):
+            with where._renamed_errors():
+                raise content
+        where.checked(content, start, end)
+    return found
+
+
+def retried(read: Callable[[], _T], seconds: float) -> _T:
+    """Call a function until it raises no UnreachableError, with pauses of 1 to 30 s.
+
+    Raises:
+        UnreachableError: it has raised that for `seconds`.
+    """
+    begin, pause = time.monotonic(), _PAUSES[0]
+    while True:
+        try:
+            return read()
+        except UnreachableError as error:
+            past = time.monotonic() - begin
+            if isinstance(error.__cause__, _FINAL):
+                raise
+            if past + pause > seconds:
+                raise UnreachableError(f"{error} (requests have failed for {past:.0f} s)") from None
+            logger.warning("%s; trying again in %g s", error, pause)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
+
+
 class RemoteFile:
-    """A tensor file in a store, read by few requests: one for its head, then one per group of
-    neighbouring ranges that were announced with `plan`."""
+    """A tensor file in an object store, read with few requests.
+
+    One request reads its first HEAD_BYTES; then each group of neighbouring ranges that were
+    announced with `plan` takes one request.
+    """
 
     def __init__(self, where: Remote) -> None:
         self._where, self._head = where, where.head()

@@ -1,9 +1,9 @@
-"""Safetensors files: written tensor by tensor, and read in parts, on disks and in object stores.
+"""Write safetensors files tensor by tensor, and read parts of them, on disks and in object stores.
 
-The safetensors library writes whole dictionaries of tensors; here, one tensor at a time is in
-memory. A file is hashed while it is written and is on the disk when `close` returns. The library
-reads by memory-mapping, where a truncated file ends the process (SIGBUS); here, only the needed
-ranges are read.
+The safetensors library writes whole dictionaries of tensors; here, only one tensor at a time is in
+memory. A file is hashed while it is written, and is on the disk when `write_tensors` returns. The
+library memory-maps the files that it reads; if one is truncated, the process is killed (SIGBUS).
+Here, only the needed ranges are read.
 
 Source of the format: github.com/huggingface/safetensors, README, "Format".
 """
@@ -28,7 +28,7 @@ from dtron.io.untrusted import MB, open_regular, parse
 from dtron.io.writer_process import HashedFile
 
 Region = tuple[slice, ...]
-"""One slice per dim, with start and stop, without steps."""
+"""One slice per dim, with start and stop but without step."""
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,7 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_MAX_HEADER = 32 * MB  # parsed, JSON takes up to 25 times that in memory
+_MAX_HEADER = 32 * MB  # parsed JSON needs up to 25 times as much memory
 _MAX_ELEMENTS = 2**56
 _READ_BYTES = 64 * MB
 _SMALL = MB
@@ -77,10 +77,10 @@ class WrittenFile:
 
 
 def write_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
-    """Return the names in the order of the file.
+    """Return the names of the tensors in their order in the file.
 
-    Wide dtypes come first, so that all elements are aligned; within a dtype small tensors come
-    first, so that one request to a store reads them together.
+    Wide dtypes come first, so that all elements are aligned. Within a dtype width, small tensors
+    come first, so that one request to a store reads many of them.
     """
 
     def place(name: str) -> tuple[int, bool]:
@@ -92,7 +92,7 @@ def write_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
 def file_header(
     tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Return the header of a file without its length, in ASCII, padded to 8 bytes."""
+    """Return the header of a file, without its length field: ASCII, padded to 8 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name in write_order(tensors):
@@ -113,7 +113,7 @@ def write_tensors(
     get: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> WrittenFile:
-    """Write a new file, one tensor at a time, and wait until the disk has it.
+    """Write a new file, one tensor at a time, and wait until it is on the disk or in the store.
 
     Args:
         tensors: dtype and shape of each tensor, by name.
@@ -127,14 +127,14 @@ def write_tensors(
         header = file_header(tensors, metadata).encode()
         file.put(len(header).to_bytes(8, "little") + header)
         for name in write_order(tensors):
-            file.put(_elements(name, get(name), tensors[name]))  # no variable keeps a tensor
+            file.put(_elements(name, get(name), tensors[name]))  # no name keeps it alive
         return WrittenFile(*file.close())
     finally:
         file.abandon()
 
 
 def _elements(name: str, tensor: Tensor, described: TensorSpec) -> memoryview:
-    """Return the bytes of a tensor on the host."""
+    """Copy a tensor to the host and return its bytes."""
     found = (tensor.dtype, list(tensor.shape))
     assert found == (described.dtype, list(described.shape)), f"{name} is {found}"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -142,7 +142,7 @@ def _elements(name: str, tensor: Tensor, described: TensorSpec) -> memoryview:
 
 
 class Readable(Protocol):
-    """A file whose parts can be read."""
+    """A file of which parts can be read."""
 
     def size(self) -> int:
         """Return the size in bytes."""
@@ -154,17 +154,15 @@ class Readable(Protocol):
 
 
 class LocalFile:
-    """A file on a disk. Raises OSError: it cannot be read."""
+    """`Readable` on a disk. Raises OSError: the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
 
     def size(self) -> int:
-        """Return the size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Read from `start` on into a buffer; return the number of bytes that were read."""
         filled = 0
         while n := os.preadv(self._file.fileno(), [buffer[filled:]], start + filled):
             filled += n
@@ -172,7 +170,10 @@ class LocalFile:
 
 
 def parse_sizes(value: Any) -> list[int]:
-    """Check a list of at most 16 integers from 0 to 2^56: offsets or sizes. Raises ValueError."""
+    """Return `value`, a list of offsets or sizes.
+
+    Raises ValueError: it is not a list of at most 16 integers from 0 to 2^56.
+    """
     if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{shorten(repr(value))} is not a list of at most 16 integers")
     if not all(type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in value):
@@ -183,7 +184,7 @@ def parse_sizes(value: Any) -> list[int]:
 
 
 def parse_shape(value: Any) -> list[int]:
-    """Check a shape of at most 2^56 elements. Raises ValueError."""
+    """Return `value`, a shape. Raises ValueError: it is no shape of at most 2^56 elements."""
     if math.prod(shape := parse_sizes(value)) > _MAX_ELEMENTS:
         raise ValueError(f"{shape} has more than 2^56 elements")
     return shape
@@ -193,8 +194,8 @@ class StoredTensors:
     """A safetensors file, read on demand.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a safetensors file.
+        OSError: the file cannot be read.
+        ValueError: the file is not a safetensors file.
     """
 
     def __init__(self, path: Location) -> None:
@@ -216,8 +217,10 @@ class StoredTensors:
         return self._table.keys() - {"__metadata__"}
 
     def get_slice(self, name: str) -> "StoredTensor":
-        """Return a tensor without reading its elements. Raises ValueError: it is missing or
-        damaged."""
+        """Return a tensor without reading its elements.
+
+        Raises ValueError: the tensor is missing or damaged.
+        """
         try:
             entry = self._table[name]
             if (dtype := DTYPES_BY_NAME.get(entry["dtype"])) is None:
@@ -233,7 +236,10 @@ class StoredTensors:
         return StoredTensor(self._path, dtype, shape, self._file, self._begin + first)
 
     def plan(self, parts: Sequence[tuple["StoredTensor", Region]]) -> None:
-        """Announce regions of tensors that will be read, in this order."""
+        """Announce which regions will be read, in the order of the file.
+
+        A remote file can then be read with few requests.
+        """
         if isinstance(self._file, RemoteFile):
             self._file.plan([tensor.extent(region) for tensor, region in parts])
 
@@ -249,7 +255,7 @@ def _loads(text: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object. Raises ValueError: of two equal keys one would be dropped."""
+    """Make a JSON object. Raises ValueError: a key occurs twice; `dict` would drop one value."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("its header has a key twice")
@@ -257,9 +263,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_apart(table: Mapping[str, Any]) -> None:
-    """Check that no two tensors share bytes. Raises ValueError.
+    """Raise ValueError if two tensors share bytes.
 
-    Malformed entries are left out; they are errors where they are read.
+    Malformed entries are skipped here; `get_slice` raises an error for them.
     """
     found = [(e.get("data_offsets"), name) for name, e in table.items() if isinstance(e, dict)]
     extents = sorted(
@@ -282,22 +288,22 @@ class StoredTensor:
     shape: list[int]
     file: Readable
     begin: int
-    """Where its elements begin in the file."""
+    """Byte offset of the elements in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Size of one index of dim 0, or of a scalar."""
+        """Size of a row (one index of dim 0) in bytes; for a scalar, the size of the scalar."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def extent(self, region: Region) -> tuple[int, int]:
-        """Return the byte range in the file of the rows of a region."""
+        """Return the byte range (start, end) in the file of the rows that a region covers."""
         first, last = (region[0].start, region[0].stop) if region else (0, 1)
         return self.begin + first * self.row_bytes, self.begin + last * self.row_bytes
 
     def __getitem__(self, region: Region) -> Tensor:
-        """Read a region, by whole rows of dim 0; dims that `region` lacks are read whole.
+        """Read a region, in whole rows of dim 0; dims that are missing in `region` are read whole.
 
-        Raises ValueError: the file has become shorter.
+        Raises ValueError: the file was truncated.
         """
         region = (*region, *full_region(self.shape[len(region) :]))
         out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype)
@@ -322,8 +328,10 @@ class StoredTensor:
 
 @contextlib.contextmanager
 def reading(path: Location) -> Iterator[None]:
-    """Within it, errors of StoredTensors become CheckpointErrors that name the file, except that a
-    store does not answer: the checkpoint itself may be good."""
+    """In this context, turn an OSError or ValueError into a CheckpointError that names the file.
+
+    An UnreachableError is passed on, since the checkpoint may still be intact.
+    """
     try:
         yield
     except UnreachableError:

@@ -1,12 +1,13 @@
 """Safe reading of untrusted files: regular files only, of bounded size, with bounded nesting.
 
-Any file that a run reads may in fact be a FIFO, a device, a sparse file or a text of a million
-brackets; only a config may come from a pipe. These functions raise OSError or ValueError; callers
-raise an error that names the file. Nothing is memory-mapped: a mapped file that is truncated ends
-the process (SIGBUS), while a read reports an error.
+A path that a run reads may be a FIFO, a device, a sparse file or a text of a million brackets. Only
+a config may come from a pipe. These functions raise OSError or ValueError; callers raise an error
+that names the file. No file is memory-mapped: if a mapped file is truncated, the process ends with
+SIGBUS, while a read returns an error.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -22,11 +23,11 @@ MB = 10**6
 TOML_BYTES = 64 * MB
 """Size limit of a TOML file; a config may list many thousand paths."""
 JSON_BYTES = 64 * MB
-"""Size limit of JSON about a model or a run; parsed, it takes up to 25 times that in memory."""
+"""Size limit of JSON about a model or a run; parsed JSON needs up to 25 times as much memory."""
 TEXT_BYTES = 256 * MB
 """Size limit of a tokenizer.json or a schedule."""
 INDEX_BYTES = 1000 * MB
-"""Size limit of a checkpoint's index, which has 60 bytes per tensor and rank."""
+"""Size limit of a checkpoint's index, which has about 60 bytes per tensor and rank."""
 TRACE_BYTES = 4000 * MB
 """Size limit of a profiler trace."""
 _DEPTH = 100
@@ -43,14 +44,14 @@ _LONG_KEY = re.compile(rf"(?:\.[\w\s-]*+){{{_KEY_PARTS}}}")
 
 
 def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, without waiting for the writer if it is a FIFO.
+    """Open a regular file for reading; fail at once if it is a FIFO.
 
     Raises:
-        OSError: it does not exist, is not a regular file, or has more than `limit` bytes.
+        OSError: the file does not exist, is not a regular file, or has more than `limit` bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a NUL, or half of a surrogate pair
+    except ValueError as error:  # the path has a NUL or a lone surrogate
         raise OSError(errno.EINVAL, f"not a file name: {error}", str(path)) from None
     try:
         status = os.fstat(descriptor)
@@ -68,28 +69,38 @@ def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, limit: int) -> bytes:
-    """Read a whole file. Raises OSError: as `open_regular`, or it changes while it is read."""
+    """Read a whole file. Raises OSError: as `open_regular`, or the file changes during the read."""
     with open_regular(path, limit) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1)
     if len(content) != size:
-        raise OSError(errno.EIO, "it changed while it was read", str(path))
+        raise OSError(errno.EIO, "file changed while it was read", str(path))
     return content
+
+
+def sha256_of(path: Path | str) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError: as `open_regular`."""
+    found = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(MB):
+            found.update(block)
+    return found.hexdigest()
 
 
 def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
     """Read a whole UTF-8 file, or a pipe until its end: stdin, or a shell's `<(command)`.
 
-    A named FIFO is refused: it may never get a writer.
+    A named FIFO raises an error: it may never get a writer.
 
     Raises:
-        OSError: as `read_text`; the pipe has more than `limit` bytes, or no end after `seconds`.
-        ValueError: it is not UTF-8.
+        OSError: as `read_text`; or the pipe has more than `limit` bytes or has not ended after
+            `seconds`.
+        ValueError: the content is not UTF-8.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (ValueError, OSError):
-        return read_text(path, limit)  # which raises the error
+        return read_text(path, limit)  # raises the error
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         named = os.path.exists(os.path.realpath(path))
         if named or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -107,21 +118,21 @@ def read_text_or_pipe(path: Path | str, limit: int, seconds: float) -> str:
 
 
 def read_text(path: Path | str, limit: int) -> str:
-    """Read a whole UTF-8 file. Raises OSError; ValueError: it is not UTF-8."""
+    """Read a whole UTF-8 file. Raises OSError: unreadable; ValueError: not UTF-8."""
     return read_bytes(path, limit).decode()
 
 
 def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
-    """Parse JSON, or what `loads` parses.
+    """Parse JSON, or another format with its function `loads`.
 
     Raises:
-        ValueError: it cannot be parsed, is nested more than 100 levels deep, or holds an integer
-            of more than 64 bits.
+        ValueError: the text cannot be parsed, is nested more than 100 levels deep, or contains an
+            integer of more than 64 bits.
     """
     try:
         level = [value := loads(text)]
     except RecursionError:
-        raise ValueError("too deeply nested brackets") from None
+        raise ValueError("brackets are nested too deep") from None
     for _ in range(_DEPTH):
         following: list[Any] = []
         for each in level:
@@ -130,7 +141,7 @@ def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
             elif isinstance(each, list):
                 following += each
             elif isinstance(each, int) and not -(2**63) <= each < 2**64:
-                raise ValueError(f"an integer of {each.bit_length()} bits; the limit is 64")
+                raise ValueError(f"an integer has {each.bit_length()} bits; the limit is 64")
         if not (level := following):
             return value
     raise ValueError(f"nested more than {_DEPTH} levels deep")
@@ -139,8 +150,8 @@ def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML. Raises ValueError: as `parse`, or a key has more than 8 parts.
 
-    tomllib takes quadratic time in the number of parts.
+    The time of tomllib is quadratic in the number of parts.
     """
     if _LONG_KEY.search(_NO_KEYS.sub("s", text)):
-        raise ValueError(f"a key of more than {_KEY_PARTS} parts")
+        raise ValueError(f"a key has more than {_KEY_PARTS} parts")
     return parse(text, tomllib.loads)

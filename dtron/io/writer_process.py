@@ -1,14 +1,15 @@
-"""Writing of checkpoint files with SHA-256, in this process or in a separate one.
+"""Write checkpoint files and compute their SHA-256, in this process or in a separate process.
 
 A separate process competes with training for cores and the disk, but not for Python's GIL, and can
 be killed when a disk does not answer. It reads the data from memory that it shares with its parent.
-It is started as a module, so that no script is imported again, and imports only the standard
-library (and fsspec for URLs). Requests and replies are lines of JSON:
+It is started with `python -m`, so that it does not import the training script, and imports only the
+standard library (and fsspec for URLs). Requests and replies are lines of JSON:
 
     {"target": PATH, "header": TEXT, "parts": [[offset, bytes], ...]}  ->  {"bytes": N, "sha256": S}
-    {"target": PATH, "source": PATH}                                   ->  the same, or {"error": E}
+    {"target": PATH, "source": PATH}                                   ->  {"bytes": N, "sha256": S}
 
-It ends with its parent: its stdin is closed, and on Linux the kernel kills it.
+After an error, the reply is {"error": TEXT}. The process ends when its parent ends: its stdin is
+closed, and on Linux the kernel kills it.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from typing import Any
 
 from dtron.io.untrusted import open_regular
 
-_BLOCK_BYTES = 1 << 24  # hashed and written at once, while they are in the CPU's cache
+_BLOCK_BYTES = 1 << 24  # size of a block that stays in the CPU's cache
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _NICENESS = 5  # lower priority than training
 
@@ -37,7 +38,7 @@ class HashedFile:
     Args:
         target: a path, or a URL.
     Raises:
-        OSError: from every method; the disk is full, or the file exists or cannot be written.
+        OSError: from every method: the disk is full, or the file exists or cannot be written.
     """
 
     def __init__(self, target: str) -> None:
@@ -55,15 +56,17 @@ class HashedFile:
             view = view[n:]
 
     def close(self) -> tuple[int, str]:
-        """Wait until the disk or the store has the file; return its size in bytes and its
-        SHA-256."""
+        """Wait until the file is stored; return its size in bytes and its SHA-256.
+
+        Stored means: on the disk or in the object store.
+        """
         if "://" not in self.target:
             os.fsync(self._file.fileno())
         self._file.close()
         return self._bytes, self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Close an incomplete file; it is not uploaded to a store."""
+        """Close an incomplete file without uploading it to a store."""
         with contextlib.suppress(Exception):
             if "://" in self.target and not self._file.closed and hasattr(self._file, "discard"):
                 self._file.discard()
@@ -82,7 +85,10 @@ def _create(target: str) -> Any:
 
 
 def write_file(target: str, blocks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a whole file; return its size in bytes and its SHA-256. Raises OSError."""
+    """Write a whole file; return its size in bytes and its SHA-256.
+
+    Raises OSError: the file cannot be written.
+    """
     file = HashedFile(target)
     try:
         for block in blocks:
@@ -105,11 +111,11 @@ def _content(request: dict[str, Any], memory: memoryview) -> Iterable[bytes | me
 
 
 class WriterProcess:
-    """A child process that writes files for this one.
+    """A child process that writes files for this process.
 
     Args:
-        descriptor: file descriptor of the shared memory; -1: none.
-        size: size of that memory in bytes.
+        descriptor: file descriptor of the shared memory; -1: no shared memory.
+        size: size of the shared memory in bytes.
     """
 
     COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "dtron.io.writer_process")
@@ -128,7 +134,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
@@ -137,10 +143,10 @@ class WriterProcess:
         return self._process.poll() is None
 
     def write(self, target: str, header: str, parts: list[tuple[int, int]]) -> tuple[int, str]:
-        """Write a file of a header and parts of the shared memory.
+        """Write a file: a header, then parts of the shared memory.
 
         Args:
-            parts: (offset, size in bytes) of each.
+            parts: (offset, size) of each part in bytes.
         Returns:
             The size of the file in bytes and its SHA-256.
         Raises:
@@ -149,7 +155,7 @@ class WriterProcess:
         return self._request({"target": target, "header": header, "parts": parts})
 
     def copy(self, source: str, target: str) -> tuple[int, str]:
-        """Copy a file. Returns and raises as `write`."""
+        """Copy a file. Returns and raises: as `write`."""
         return self._request({"target": target, "source": source})
 
     def _request(self, request: dict[str, Any]) -> tuple[int, str]:
@@ -168,7 +174,7 @@ class WriterProcess:
         return reply["bytes"], reply["sha256"]
 
     def kill(self) -> None:
-        """Kill the process; while it waits for a dead disk, the kernel may delay its end."""
+        """Kill the process. A process that waits for a dead disk may end only later."""
         self._process.kill()
 
 
@@ -180,7 +186,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent handles signals and may still save
     os.nice(_NICENESS)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # so that output of libraries is not taken for a reply
+    os.dup2(2, 1)  # output of libraries must not be read as a reply
     shared = mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
     for line in sys.stdin:
         replies.write(json.dumps(_handle(json.loads(line), memoryview(shared))) + "\n")

@@ -1,1 +1,1 @@
-"""Triton and custom-op kernels; each file defines one operator and documents what it computes."""
+"""Triton kernels and custom operators; each file documents what its operators compute."""

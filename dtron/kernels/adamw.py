@@ -9,8 +9,8 @@ computed in float32 and rounded to nearest when m and v are stored. If `scale` i
 nothing changes. In bfloat16, v changes only by relative steps above 1/512 to 1/256, so b2 should be
 0.99 at most.
 
-Bytes per element: 28 with float32 moments, 20 with bfloat16. A Triton kernel on GPUs, the same
-formula in torch elsewhere.
+Bytes per element: 28 with float32 moments, 20 with bfloat16. GPUs run a Triton kernel, other
+devices the same formula in torch.
 
 Sources: AdamW, arXiv:1711.05101; bfloat16 moments, DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
 """
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements of a program. Of 1024, 2048 and 4096 the fastest on an H200 (benchmarks/RESULTS.md)."""
+"""Elements per program; on an H200 faster than 2048 and 4096 (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Scalars of an update that the host knows."""
+    """Scalars of an update that are known on the host."""
 
     lr: float
     beta1: float
@@ -45,8 +45,10 @@ class Counts:
         self._all = torch.empty(0)
 
     def together(self, members: list[Tensor]) -> Tensor:
-        """Return a tensor (n,) of which the members, scalars, become views; their values stay. The
-        same members, as in most steps, give the same tensor."""
+        """Make n scalar tensors, `members`, views of one tensor (n,), and return that tensor.
+
+        If the members are those of the previous call, the same tensor is returned again.
+        """
         known = self._members
         if len(known) != len(members) or any(map(operator.is_not, known, members)):
             self._all, self._members = torch.stack(members), list(members)
@@ -69,14 +71,14 @@ def adamw_(
     Args:
         parameters: float32, contiguous, of any shape.
         gradients: of the same shapes.
-        firsts: m, of any floating dtype.
-        seconds: v, likewise.
+        firsts: first moments m, of any floating dtype.
+        seconds: second moments v, of any floating dtype.
         steps: float32 (n,), number of updates of each parameter so far.
         scale: factor of all gradients, a float32 scalar on the device.
     """
     if not parameters:
         return
-    # Elements are matched by their place in memory.
+    # Elements are matched by their position in memory.
     assert all(x.is_contiguous() for x in (*parameters, *gradients, *firsts, *seconds))
     steps += scale.isfinite()
     tables = _corrections(steps, scale, rates)
@@ -87,8 +89,10 @@ def adamw_(
 
 
 def _corrections(steps: Tensor, scale: Tensor, rates: Rates) -> Tensor:
-    """(n, 3) float32: scale, lr / (1 - b1^t), 1 / sqrt(1 - b2^t) of every tensor. The powers are
-    float64: 1 - b^t loses digits."""
+    """Return scale, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t) of every tensor, float32 (n, 3).
+
+    Powers are float64, since 1 - b^t loses digits.
+    """
     t = steps.double()
     first, second = (1 - beta**t for beta in (rates.beta1, rates.beta2))
     return torch.stack([scale.expand_as(t), rates.lr / first, second.rsqrt()], dim=1).float()

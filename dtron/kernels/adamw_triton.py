@@ -21,12 +21,12 @@ def adamw_kernel(
     kept,
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One block of one tensor.
+    """Update one block of one tensor.
 
     Args:
         p, g, m, v: parameter, gradient and moments: contiguous, n elements.
         scalars: scale, lr / (1 - b1^t) and 1 / sqrt(1 - b2^t), float32.
-        rest1, rest2: 1 - b1 and 1 - b2, of which float32 would lose digits here.
+        rest1, rest2: 1 - b1 and 1 - b2, computed in float64, since float32 loses digits.
         kept: 1 - lr * decay.
     """
     scale = tl.load(scalars)

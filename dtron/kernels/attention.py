@@ -1,23 +1,23 @@
 """Attention kernels that also return the log-sum-exp, with separate forward and backward.
 
-Attention over all keys can be put together from attention over blocks of them, given each block's
+Attention over all keys can be combined from attention over blocks of keys, given each block's
 output o and log-sum-exp l of its scores (natural logarithm):
 
     l = log(exp(l1) + exp(l2)),   o = exp(l1 - l) o1 + exp(l2 - l) o2
 
 and the backward of one block needs the o and l of *all* keys: p = exp(s - l) and
-ds = p (dp - sum(do o)). So each row of KERNELS is a pair of functions, forward and backward,
-without autograd; context parallelism (`parallelisms/context/attention.py`) calls them block by
+ds = p (dp - sum(do o)). So each row of KERNELS has two functions without autograd, forward and
+backward; context parallelism (`parallelisms/context/attention.py`) calls them block by
 block.
 
 Shapes: B sequences, T queries, S keys, H query heads, G key/value heads (H a multiple of G),
 K = head_dim, V width of values; q (B, T, H, K), k (B, S, G, K), v (B, S, G, V), lse (B, H, T) in
-float32 at least. The flash row takes V = K alone. `causal` aligns queries and keys at their ends:
-the last query sees all keys, the one before all but one.
+float32 at least. The flash row supports only V = K. `causal` aligns queries and keys at their ends:
+the last query sees all keys, the query before it all except the last key.
 
-Segments: int32 (2, n + 1), for B = 1. Row 0 has where each segment's queries begin and end, row 1
-its keys; queries of one segment see keys of the same segment only, and `causal` aligns each at its
-end. A segment may lack queries, or keys: queries without keys give out = 0 and lse = -inf.
+Segments: int32 (2, n + 1), for B = 1: bounds of n segments (cu_seqlens), of queries in row 0 and of
+keys in row 1. Queries see only keys of their segment, and `causal` aligns each segment at its end.
+A segment may have no queries or no keys: queries without keys give out = 0 and lse = -inf.
 
 Private names, tested with torch 2.11, 2.13 and 2.15: the operators of torch.ops.aten whose backward
 can be called by itself, `_flash_attention_forward`, `_flash_attention_backward`,
@@ -40,28 +40,28 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Score:
-    """What is done to q k^T before the softmax."""
+    """Scale, mask and soft cap of q k^T before the softmax."""
 
     scale: float
     causal: bool
     window: int = 0
-    """A query sees this many keys at most, its own included; 0: all. Needs causal."""
+    """Maximum number of keys that a query sees, including its own; 0: all keys. Needs causal."""
     softcap: float = 0.0
-    """c: scores become c tanh(s / c); 0: off."""
+    """c: scores s become c tanh(s / c); 0: off."""
 
 
 Tables = Mapping[str, tuple[Tensor, ...]]
-"""What attention has to know of the documents of a micro-batch: tables of each method of context
-parallelism, or one row "segments". Those whose name ends in "on host" stay in host memory."""
+"""Tensors that describe a micro-batch's documents, by name: the tables of each method of context
+parallelism, or only "segments". Tables with a name that ends in "on host" stay in host memory."""
 Forward = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, segments, score) -> (out (B, T, H, V) in q's dtype, lse (B, H, T))."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(grad of out, q, k, v, out, lse, segments, score) -> gradients of q, k, v."""
+"""(gradient of out, q, k, v, out, lse, segments, score) -> gradients of q, k, v."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation, and what it supports besides plain attention."""
+    """One attention kernel, and the features that it supports."""
 
     name: str
     forward: Forward
@@ -70,7 +70,7 @@ class Kernel:
     window: bool = True
     softcap: bool = True
     aligned_at_end: bool = True
-    """Whether `causal` may have more keys than queries."""
+    """Whether it supports `causal` with more keys than queries."""
 
 
 # -- math: the reference, on any device ---------------------------------------------------------
@@ -111,8 +111,11 @@ def _math_backward(
 def _scores(
     q: Tensor, k: Tensor, segments: Tensor | None, score: Score
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores (B, G, H / G, T, S), -inf where a query does not see a key, and their slope, which is
-    d(score) / d(score before the softcap)."""
+    """Return attention scores (B, G, H / G, T, S), and their slope.
+
+    A score is -inf where a query does not see a key. The slope is d(score) / d(score before the
+    softcap).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("btghk,bsgk->bghts", queries * score.scale, k.to(wide))
@@ -127,7 +130,7 @@ def _scores(
 def _seen(
     n_queries: int, n_keys: int, segments: Tensor | None, score: Score, device: torch.device
 ) -> Tensor:
-    """Which keys each query sees: bool (T, S)."""
+    """Return which keys each query sees, bool (T, S)."""
     if segments is None:
         bounds = torch.tensor([[0, n_queries], [0, n_keys]], device=device)
     else:
@@ -136,25 +139,25 @@ def _seen(
         _places(row, n) for row, n in zip(bounds, (n_queries, n_keys), strict=True)
     )
     seen = own.unsqueeze(1) == other
-    ahead = key_left - query_left.unsqueeze(1)  # how far the key lies before the query
+    ahead = key_left - query_left.unsqueeze(1)  # number of tokens from the key to the query
     if score.causal:
         seen = seen & (ahead >= 0)
     return seen & (ahead < score.window) if score.window else seen
 
 
 def _places(bounds: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Segment of each token, and how many tokens of it follow: int64 (n,) each."""
+    """Return each token's segment and number of later tokens in the segment, int64 (n,) each."""
     index = torch.arange(n, device=bounds.device)
     segment = torch.searchsorted(bounds, index, right=True) - 1
     return segment, bounds[segment + 1] - 1 - index
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 for queries that see no key."""
+    """Return exp(scores - lse), 0 for queries that see no key."""
     return (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
 
 
-# -- FlashAttention-2, as torch has it -------------------------------------------------------------
+# -- FlashAttention-2 of torch ---------------------------------------------------------------------
 
 
 def _flash_forward(
@@ -166,7 +169,7 @@ def _flash_forward(
     )[:2]
     if segments is None:
         return out, lse
-    # A query without keys gets +inf there.
+    # The kernel returns lse = +inf for a query without keys.
     return out.unsqueeze(0), lse.masked_fill(lse == torch.inf, -torch.inf).unsqueeze(0)
 
 
@@ -203,7 +206,7 @@ def _flash_backward(
 def _flash_inputs(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
 ) -> tuple[list[Tensor], list[Any]]:
-    """Tensors as the kernel takes them, and what it gets of their lengths."""
+    """Return the tensors in the kernel's shapes, and its arguments for sequence lengths."""
     inputs = [x.contiguous() for x in (q, k, v)]
     if segments is None:
         return inputs, [None, None, q.shape[1], k.shape[1]]
@@ -310,10 +313,10 @@ KERNELS: dict[str, Kernel] = {
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention as if every query saw one more key of score `sink` and value 0 (gpt-oss).
+    """Return out and lse as if every query saw one more key of score `sink` and value 0 (gpt-oss).
 
     Args:
-        out: (B, T, H, K).
+        out: (B, T, H, V): B sequences, T queries, H heads, values of width V.
         lse: (B, T, H).
         sink: (H,).
     """
@@ -322,14 +325,16 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """(H,), of what `add_sink` gave: ds = p (0 - sum(do o))."""
+    """Return the gradient of sink, (H,), from results of `add_sink`: ds = p (0 - sum(do o))."""
     delta = (grad.to(lse.dtype) * out).sum(-1)
     return -((sink - lse).exp() * delta).sum((0, 1)).to(sink.dtype)
 
 
 def document_segments(documents: Tensor) -> Tensor:
-    """Segments of packed sequences laid end to end: integers (B, T), equal within a document, to
-    int32 (2, n + 1). Waits for the device."""
+    """Return the segments, int32 (2, n + 1), of B concatenated packed sequences with n documents.
+
+    `documents`: integers (B, T) that are equal within a document. The host waits for the device.
+    """
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -349,15 +354,21 @@ def attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention by a row of KERNELS.
+    """Compute causal attention with a row of KERNELS.
+
+    Shapes: B sequences, T tokens, H query heads, G key/value heads, K width of keys, V of values.
 
     Args:
         q: (B, T, H, K).
         k: (B, T, G, K).
         v: (B, T, G, V).
         sink: (H,) or None.
-        segments: of all B * T tokens, laid end to end; None: B sequences.
-        scale, window, softcap: of `Score`.
+        segments: segments of the concatenated B * T tokens (`document_segments`); None: each of the
+            B sequences is one segment.
+        kernel: a key of KERNELS.
+        scale: factor of q k^T.
+        window: maximum number of keys that a query sees, including its own; 0: all keys.
+        softcap: c: scores s become c tanh(s / c); 0: off.
     Returns:
         out (B, T, H, V), lse (B, T, H).
     """
@@ -390,7 +401,10 @@ def attention_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; arguments as in the forward, which gave out and lse."""
+    """Return the gradients of q, k and v.
+
+    `out` and `lse` are the results of `attention`; `grad` is the gradient of `out`.
+    """
     flat = [_end_to_end(x, segments) for x in (grad, q, k, v, out, lse)]
     flat[-1] = flat[-1].transpose(1, 2).contiguous()
     score = Score(scale, True, window, softcap)

@@ -1,13 +1,13 @@
-"""FlashAttention-4 (package flash-attn-4) as two registered operators, so that compile keeps one
-graph and selective recomputation can name them.
+"""FlashAttention-4 (package flash-attn-4) as two registered operators, so that torch.compile keeps
+one graph and selective recomputation can list the operators.
 
-`dtron::flash4_forward` and `dtron::flash4_backward` call the package's own functions below its
-autograd layer; the package is imported at the first call. Both the output and the log-sum-exp
-are returned: partial results over several blocks of keys can be merged with it.
+`dtron::flash4_forward` and `dtron::flash4_backward` call the package's functions below its autograd
+layer; the package is imported at the first call. The forward also returns the log-sum-exp, with
+which results over several blocks of keys can be merged.
 
 Private names used: `_flash_attn_fwd` and `_flash_attn_bwd` of flash_attn.cute.interface, tested
-with flash-attn-4 4.0.0b36. They move between releases; the public function has no lse without a
-gradient and cannot be traced.
+with flash-attn-4 4.0.0b36. Other releases may move these names. The public function returns no
+log-sum-exp without gradients and cannot be traced.
 
 Shapes: B sequences, T queries, S keys, H query heads, G key/value heads (H a multiple of G),
 K = head_dim, V width of values. Source: FlashAttention-4,
@@ -31,18 +31,18 @@ def flash4_forward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v and the log of the softmax's denominator.
+    """Compute softmax(q k^T * scale) v and the log of the softmax's denominator.
 
     Args:
         q: bfloat16 or float16 (B, T, H, K).
         k: (B, S, G, K).
         v: (B, S, G, V).
-        scale: of the scores.
-        causal: the last query sees all keys, the one before it all but the last key, and so on.
-        segments: int32 (2, n + 1) for B = 1, where the n segments of queries and of keys begin and
-            end (`kernels/attention.py`).
-        window: how many keys a query sees at most; 0: all.
-        softcap: c for scores of c tanh(s / c); 0: off.
+        scale: factor on q k^T.
+        causal: the last query sees all keys, the query before it all except the last, and so on.
+        segments: int32 (2, n + 1) for B = 1, bounds of the n segments of queries and of keys
+            (`kernels/attention.py`).
+        window: maximum number of keys that a query sees; 0: all.
+        softcap: c; scores s become c tanh(s / c); 0: off.
     Returns:
         out (B, T, H, V) in q's dtype, and lse float32 (B, H, T), natural logarithm.
     """
@@ -57,7 +57,7 @@ def flash4_forward(
 
 
 def _packed(x: Tensor, segments: Tensor | None) -> Tensor:
-    """(B, T, H, K), or (T, H, K) where segments say what belongs together."""
+    """Return x contiguous; with segments, without the batch dim."""
     return (x if segments is None else x.squeeze(0)).contiguous()
 
 
@@ -92,13 +92,13 @@ def flash4_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Return the gradients of q, k and v.
 
     Args:
         grad: (B, T, H, V), gradient of out.
         q, k, v, scale, causal, segments, window, softcap: as in the forward.
-        out: what the forward returned.
-        lse: likewise; over all keys, if k and v are but a block of them.
+        out, lse: results of the forward. If k and v are a block of the keys, the results over all
+            keys.
         deterministic: sum in a fixed order, which is slower.
     """
     from flash_attn.cute.interface import _flash_attn_bwd

@@ -2,14 +2,14 @@
 
 Hopper's float8 matmuls sum over the contiguous dim of both operands, so an operand of two matmuls
 is needed both plain and transposed. torch.compile writes both from one kernel at half the bandwidth
-or less, because of the transposed store; these kernels work by tiles.
+or less, because of the transposed store; these kernels process tiles.
 
 A gated unit, with gradient c of its output h:
 
     h = silu(a) b      a' = c b s (1 + a (1 - s)),  b' = c a s,   s = sigmoid(a)
 
 takes one pass for the largest magnitude, which gives the scale, and one pass that casts. Both
-compute h, a' and b' in float32; these are never stored in a dtype other than float8.
+passes compute h, a' and b' in float32; only their float8 values are stored.
 
 Bytes per element, with operands of two bytes:
 
@@ -18,9 +18,9 @@ Bytes per element, with operands of two bytes:
     cast_turned        2 + 1          gated_backward_amax      6
     cast_both          2 + 2          gated_backward_cast      6 + 3
 
-Triton kernels on GPUs with float8, the same formulas in torch elsewhere. Values are x * scale,
+GPUs with float8 run Triton kernels, other devices the same formulas in torch. Values are x * scale,
 clamped to the range of the dtype and rounded to nearest. NaN stays NaN in casts; the kernels'
-maxima ignore it, so it is the cast that makes a bad step non-finite.
+maxima ignore NaN, so that the cast, not the scale, makes a bad step non-finite.
 
 Shapes: M rows, N columns; all operands are contiguous.
 Source: gated units, arXiv:2002.05202.
@@ -52,14 +52,16 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x * scale in float8, for any scale that broadcasts; plain PyTorch, which inductor
-    fuses."""
+    """Return x * scale in float8, for any scale that broadcasts.
+
+    This is plain PyTorch code, which inductor fuses.
+    """
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up, and the gated product."""
+    """Return the gradients of gate and up, and silu(gate) * up; `grad`: gradient of the latter."""
     a, b, c = _wide(gate), _wide(up), _wide(grad)
     s = a.sigmoid()
     return c * b * s * (1 + a * (1 - s)), c * a * s, a * s * b
@@ -75,7 +77,9 @@ def _empty_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_cast", mutates_args=())
 def cast_plain(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast in eager code, such as weight shards before their all-gather.
+    """Cast a matrix to float8 in eager code.
+
+    An example is the cast of weight shards before FSDP gathers them.
 
     Args:
         x: (M, N).
@@ -95,8 +99,9 @@ def turned(x: Tensor, after: Tensor) -> Tensor:
 
     Args:
         x: (M, N), float8.
-        after: not read. A dependence on a gradient keeps torch.compile from transposing in the
-            forward, which would keep a transposed copy of each weight until the backward.
+        after: a gradient, which is not read. The dependence on it makes torch.compile transpose in
+            the backward; otherwise the forward could make a transposed copy of each weight, which
+            would be kept until the backward.
     Returns:
         (N, M), float8.
     """
@@ -107,13 +112,13 @@ def turned(x: Tensor, after: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_cast_turned", mutates_args=())
 def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
-    """Cast and transpose.
+    """Cast to float8 and transpose.
 
     Args:
         x: (M, N).
         scale: one value, float32 (float64 for a float64 x).
         dtype: float8.
-        after: not read, as in `turned`.
+        after: a gradient, which is not read; it delays the transpose to the backward (`turned`).
     Returns:
         (N, M), float8.
     """
@@ -124,8 +129,12 @@ def cast_turned(x: Tensor, scale: Tensor, dtype: torch.dtype, after: Tensor) -> 
 
 @torch.library.custom_op("dtron::float8_cast_both", mutates_args=())
 def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast, plain and transposed; arguments as for `cast_turned`.
+    """Cast to float8, plain and transposed.
 
+    Args:
+        x: (M, N).
+        scale: one value, float32 (float64 for a float64 x).
+        dtype: float8.
     Returns:
         (M, N) and the transposed (N, M), float8.
     """
@@ -137,7 +146,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("dtron::float8_gated_amax", mutates_args=())
 def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
-    """Largest magnitude of silu(gate) up.
+    """Return the largest magnitude of silu(gate) up.
 
     Args:
         gate: (M, N).
@@ -153,7 +162,7 @@ def gated_amax(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("dtron::float8_gated_cast", mutates_args=())
 def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute silu(gate) up in float8; arguments as for `gated_amax` and `cast_turned`.
+    """Compute silu(gate) up in float8. `gate`, `up`: (M, N); `scale`: one value.
 
     Returns:
         (M, N), float8.
@@ -166,12 +175,12 @@ def gated_cast(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> T
 
 @torch.library.custom_op("dtron::float8_gated_backward_amax", mutates_args=())
 def gated_backward_amax(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    """Largest magnitudes of the gradients of gate and up.
+    """Return the largest magnitudes of the gradients of gate and up.
 
     Args:
         gate: (M, N).
         up: (M, N).
-        grad: (M, N), of silu(gate) up.
+        grad: (M, N), gradient of silu(gate) up.
     Returns:
         (2,), float32 (float64 for float64).
     """
@@ -190,16 +199,16 @@ def gated_backward_cast(
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of gate and up in float8, and silu(gate) up again.
+    """Compute the gradients of gate and up, and recompute silu(gate) up, in float8.
 
     Args:
         gate: (M, N).
         up: (M, N).
-        grad: (M, N), of silu(gate) up.
-        scales: (2,), of both gradients.
-        hidden_scale: one value.
-        dtype: of the gradients.
-        hidden_dtype: of silu(gate) up.
+        grad: (M, N), gradient of silu(gate) up.
+        scales: (2,), scales of both gradients.
+        hidden_scale: one value, scale of silu(gate) up.
+        dtype: dtype of the gradients.
+        hidden_dtype: dtype of silu(gate) up.
     Returns:
         Gradient of gate (M, N), gradient of up (M, N), transposed silu(gate) up (N, M).
     """
@@ -343,7 +352,7 @@ def _by_tiles(kernel: str, tile: tuple[int, int], *tensors: Tensor, **settings: 
 def _launch(
     kernel: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *sizes: int, **settings: Any
 ) -> None:
-    """Triton is imported here, as it is a GPU's. Its kernels see float8 as bytes."""
+    """Import Triton, which needs a GPU, and launch a kernel; float8 tensors are passed as bytes."""
     from dtron.kernels import float8_triton
 
     as_bytes = (x.view(torch.uint8) if x.element_size() == 1 else x for x in tensors)

@@ -4,18 +4,17 @@
 
     scale = max |x| of 1 x 128 elements / 448       x8 = round(x / scale)       x ~ x8 scale
 
-The last scale is that of the row's remainder. Scales begin at a multiple of 4 bytes, and W is a
-multiple of 16. Padding bytes are undefined. A row is rounded independently of other rows, so that
-its bytes are the same on every rank.
+If 128 does not divide D, the last scale is that of the remaining elements. Scales begin at a
+multiple of 4 bytes, and W is a multiple of 16. Padding bytes are undefined. A row is rounded
+independently of other rows, so that its bytes are the same on every rank.
 
 If all 128 elements are zero or tiny, the scale is that of `SMALLEST`, to avoid a division by zero.
-If one is infinite or NaN, so is the scale, and all 128 are NaN when unpacked: a non-finite step
-stays non-finite. The same holds for finite float64 values above 448 x 3.4e38, beyond any float32
-scale.
+If an element is infinite or NaN, so is the scale, and all 128 are NaN when unpacked: a non-finite
+step stays non-finite. Float64 values above 448 x 3.4e38, beyond any float32 scale, act likewise.
 
-Triton kernels on GPUs with float8, which read and write every row once; the same formula in torch
-on other devices and in float64. `peer_gather.py` has a kernel that unpacks rows while it reads them
-from peers.
+GPUs with float8 run Triton kernels, which read and write every row once; other devices, and
+float64, use the same formula in torch. `peer_gather.py` has a kernel that unpacks rows while it
+reads them from peers.
 
 Shapes: N rows, D width, W bytes per packed row.
 Source: the tiles of DeepSeek-V3's activations, arXiv:2412.19437, section 3.3.
@@ -32,16 +31,16 @@ E4M3 = torch.float8_e4m3fn
 TILE = 128
 """Number of elements that share a scale."""
 TILES, WARPS = 16, 4
-"""Maximum number of a row's scales per Triton program."""
+"""Maximum number of a row's scales per Triton program; warps per program."""
 
 
 def scales_at(width: int) -> int:
-    """Byte offset of the scales in a packed row of `width` elements."""
+    """Return the byte offset of the scales in a packed row of `width` elements."""
     return -(-width // 4) * 4
 
 
 def wire_bytes(width: int) -> int:
-    """W, the bytes of a packed row of `width` elements."""
+    """Return W, the bytes of a packed row of `width` elements."""
     return -(-(scales_at(width) + 4 * -(-width // TILE)) // 16) * 16
 
 
@@ -95,21 +94,21 @@ def _by_triton(rows: Tensor) -> bool:
 
 
 def _packed_on_gpu(rows: Tensor, out: Tensor) -> Tensor:
-    from dtron.kernels.float8_rows_triton import packed_kernel  # Triton is a GPU's
+    from dtron.kernels.float8_rows_triton import packed_kernel  # Triton needs a GPU
 
     _launch(packed_kernel, rows.contiguous(), out, torch.finfo(E4M3).max, SMALLEST)
     return out
 
 
 def _unpacked_on_gpu(wire: Tensor, out: Tensor) -> Tensor:
-    from dtron.kernels.float8_rows_triton import unpacked_kernel  # Triton is a GPU's
+    from dtron.kernels.float8_rows_triton import unpacked_kernel  # Triton needs a GPU
 
     _launch(unpacked_kernel, out, wire)
     return out
 
 
 def _launch(kernel: Any, rows: Tensor, wire: Tensor, *limits: float) -> None:
-    """Launch a program for each row and each TILES of its scales."""
+    """Launch one program per row and per group of at most TILES of the row's scales."""
     if not rows.numel():
         return
     width = rows.shape[1]

@@ -7,7 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def _round(x, scale, largest, DTYPE: tl.constexpr):  # noqa: N803
-    """Round float32 to the bits of float8; NaN stays NaN, so that the step's check finds it."""
+    """Return the bits of x * scale in float8.
+
+    NaN stays NaN, so that the step's check for non-finite gradients finds it.
+    """
     limited = tl.clamp(x * scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     return limited.to(DTYPE).to(tl.uint8, bitcast=True)
 
@@ -61,8 +64,10 @@ def cast_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Cast one tile of x (rows, columns) to its float8 bits, transposed, and also plain if
-    STRAIGHT."""
+    """Cast one tile of x (rows, columns) to its float8 bits, transposed.
+
+    If STRAIGHT, also store the tile without the transpose.
+    """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -118,7 +123,7 @@ def gated_cast_kernel(
 
 @triton.jit
 def _gradients(a, b, c):
-    """Gradients of a and b of silu(a) b, given its gradient c; and sigmoid(a)."""
+    """Return the gradients of a and b, and sigmoid(a). `c`: gradient of silu(a) b."""
     s = tl.sigmoid(a)
     return c * b * s * (1 + a * (1 - s)), c * a * s, s
 
@@ -169,7 +174,7 @@ def gated_backward_cast_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Compute for one tile the float8 bits of both gradients, and of silu(gate) up, transposed.
+    """Compute one tile's float8 bits of both gradients, and of the transposed silu(gate) up.
 
     Triton 3.6 writes every fourth row wrong if this kernel also stores the transposed gradients.
     """

@@ -1,4 +1,4 @@
-"""Grouped matmuls of experts: each expert's matrix times its own rows, which are sorted by expert.
+"""Grouped matmuls of experts: multiply rows that are sorted by expert by their expert's matrix.
 
 Row r belongs to expert e if offsets[e - 1] <= r < offsets[e], with offsets[-1] = 0. Offsets are on
 the device, so that the host does not wait.
@@ -11,18 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BYTES = 16  # bytes; row sizes of grouped_mm's operands are multiples of it
+_BYTES = 16  # grouped_mm needs rows with a multiple of this many bytes
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x_e weight_e^T for the rows x_e of each expert e.
+    """Compute x_e weight_e^T for the rows x_e of each expert e.
 
     Args:
         x: (N, K), sorted by expert.
         weight: (E, M, K), of x's dtype.
         offsets: int32 (E,), where each expert's rows end.
     Returns:
-        (N, M). Rows after the last expert's and their gradients are undefined, possibly NaN.
+        (N, M). Rows after the last expert's rows, and their gradients, are undefined and may be
+        NaN.
     """
     if _groupable(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
@@ -30,8 +31,10 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _groupable(x: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm supports these operands: in torch 2.11 and 2.13 its kernels lack float64,
-    and under torch.compile it supports only bfloat16."""
+    """Whether grouped_mm supports these operands.
+
+    In torch 2.11 and 2.13 its kernels lack float64; under torch.compile it supports only bfloat16.
+    """
     if any(size * x.element_size() % _BYTES for size in weight.shape[1:]):
         return False
     if torch.compiler.is_compiling():
@@ -40,8 +43,11 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
 
 
 def looped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Reference of `grouped_matmul` in any dtype, one expert after the other over all rows. Rows
-    after the last expert's are zero."""
+    """Compute `grouped_matmul` in any dtype, with one matmul per expert.
+
+    Each matmul multiplies all rows; then the expert's rows are selected. Rows after the last
+    expert's rows are zero.
+    """
     rows = torch.arange(x.shape[0], device=x.device)
     starts = F.pad(offsets[:-1], (1, 0))
     out = x.new_zeros(x.shape[0], weight.shape[1])
@@ -57,7 +63,7 @@ def grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     Args:
         grad: (N, M), of x's dtype.
         x: (N, K), sorted by expert.
-        offsets: int32 (E,), where each expert's rows end; rows after the last expert's are ignored.
+        offsets: int32 (E,), where each expert's rows end; later rows are ignored.
     Returns:
         (E, M, K).
     """

@@ -32,7 +32,7 @@ def pulled_kernel(
         start = (held % n_rows * width)[:, None]
         for column in range(0, width, BLOCK):
             at = (column + tl.arange(0, BLOCK))[None, :]
-            # A bound that differed by row would make loads one element wide in Triton 3.9.
+            # A bound that differs between rows makes loads one element wide in Triton 3.9.
             read = (slot >= 0)[:, None] & (at < width)
             if PARTS == 1:
                 rows = tl.multiple_of((tl.load(pointers + rank) + offset).to(kind), 16)
@@ -66,8 +66,10 @@ def pulled_packed_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCKS: tl.constexpr,  # noqa: N803
 ):
-    """Gather `each` rows of the result from float8 rows, ROWS x BLOCKS tiles at a time. A tile's
-    scale is read once, as peers' memory is slow."""
+    """Gather `each` rows of the result from float8 rows, ROWS x BLOCKS tiles at a time.
+
+    A tile's scale is read once, because peers' memory is slow.
+    """
     program = tl.program_id(0).to(tl.int64)
     end = tl.minimum((program + 1) * each, n)
     for first in range(program * each, end, ROWS):
@@ -80,7 +82,7 @@ def pulled_packed_kernel(
         for column in range(0, width, BLOCKS * TILE):
             tile = column // TILE + tl.arange(0, BLOCKS)
             at = tile[None, :, None] * TILE + tl.arange(0, TILE)[None, None, :]
-            read = (slot >= 0)[:, None, None] & (at < width)  # row by row as stored, for wide loads
+            read = (slot >= 0)[:, None, None] & (at < width)  # contiguous, for wide loads
             bits = tl.load(numbers + at, mask=read, other=0)
             inside = (slot >= 0)[:, None] & (tile * TILE < width)[None, :]
             scale = tl.load(scales + tile[None, :], mask=inside, other=0.0)

@@ -1,17 +1,16 @@
-"""Copy tokens to rows sorted by expert, and sum the experts' results by weight.
+"""Copy tokens to rows sorted by expert, and compute weighted sums of the experts' results.
 
 Token n's j-th choice is slot n k + j. A row holds one slot's copy of its token, or is empty and
-zero; a slot has one row, or none. Both maps are known, slots by row and rows by slot:
+zero; a slot has one row or no row. Both maps, slots by row and rows by slot, are given. x', y' and
+w' are gradients:
 
     repeated    y[r] = x[slots[r] // k]              x'[n] = sum_j y'[rows[n k + j]]
     summed      y[n] = sum_j w[n, j] x[rows[n k + j]]
                 x'[r] = w[slots[r]] y'[slots[r] // k],  w'[n, j] = y'[n] . x[rows[n k + j]]
 
-so that gradients are gathers too, without atomic additions in arbitrary order. Sums are in float32
-at least. Autograd's own gradient of indexing adds up rows one by one.
-
-Triton kernels on GPUs each read and write every row once; other devices, and float64, use the same
-formulas in torch.
+Thus gradients are gathers too, without atomic additions in arbitrary order; autograd's gradient of
+indexing adds rows one by one. Sums are in float32 at least. Triton kernels on GPUs read and write
+every row once; other devices, and float64, use the same formulas in torch.
 
 Shapes: N tokens, k slots per token, R rows, D width.
 Source: MegaBlocks, arXiv:2211.15841, section 5.1.
@@ -39,12 +38,13 @@ def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
 
 
 def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """Sum each token's rows by weight.
+    """Compute each token's weighted sum of its rows.
 
     Args:
         x: (R, D).
         weights: (N, k), float32 at least.
-        slots, rows: as for `repeated`.
+        slots: int64 (R,), slot of each row; -1: the row has no slot.
+        rows: int64 (N k,), row of each slot; -1: the slot has no row.
     Returns:
         (N, D) in the dtype of the weights.
     """
@@ -57,7 +57,7 @@ def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """The inverse of a permutation, int64 (N,)."""
+    """Return the inverse of a permutation, int64 (N,)."""
     return order.scatter(0, order, torch.arange(len(order), device=order.device))
 
 
@@ -96,8 +96,10 @@ def _by_triton(x: Tensor) -> bool:
 def gathered(
     x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype
 ) -> Tensor:
-    """Gather row r = x[slots[r] // k], times the slot's weight if weights are given; see
-    `repeated`."""
+    """Return y[r] = x[slots[r] // k]: (N, D), (R,) -> (R, D) in `dtype`.
+
+    If weights (N, k) are given, y[r] is multiplied by the slot's weight. It is zero for slot -1.
+    """
     if _by_triton(x):
         return _gathered_on_gpu(x.contiguous(), slots, weights, k, dtype)
     held = slots.clamp(min=0)
@@ -108,7 +110,10 @@ def gathered(
 
 
 def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sum y[rows[n, j]] over j, by weight (N, k) if weights are given: (N, D)."""
+    """Sum y[rows[n, j]] over j: (R, D), (N, k) -> (N, D) in `dtype`.
+
+    If weights are given, each term is multiplied by weights[n, j]. Row -1 counts as zero.
+    """
     if _by_triton(y):
         return _added_on_gpu(y.contiguous(), rows, weights, dtype)
     picked = _picked(y, rows)
@@ -118,15 +123,18 @@ def added(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -
 
 
 def dots(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """Compute grad[n] . y[rows[n, j]], (N, k) in grad's dtype."""
+    """Compute the dot products grad[n] . y[rows[n, j]], (N, k) in grad's dtype; 0 for row -1."""
     if _by_triton(grad):
         return _dots_on_gpu(grad, y.contiguous(), rows)
     return (_picked(y, rows).to(grad.dtype) * grad.unsqueeze(1)).sum(-1)
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert x to a dtype, without a call if it has that dtype: compiled by torch 2.11, a Function
-    that ends in a no-op conversion has zero gradients."""
+    """Convert x to a dtype, but return x itself if it has that dtype.
+
+    An autograd function that ends in a no-op conversion has zero gradients if torch 2.11 compiles
+    it.
+    """
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -139,7 +147,7 @@ def _picked(y: Tensor, rows: Tensor) -> Tensor:
 def _gathered_on_gpu(
     x: Tensor, slots: Tensor, weights: Tensor | None, k: int, dtype: torch.dtype
 ) -> Tensor:
-    from dtron.kernels.permute_triton import gathered_kernel  # Triton is a GPU's
+    from dtron.kernels.permute_triton import gathered_kernel  # Triton needs a GPU
 
     y = x.new_empty(len(slots), x.shape[1], dtype=dtype)
     _launch(gathered_kernel, x, slots, weights, y, k)
@@ -149,7 +157,7 @@ def _gathered_on_gpu(
 def _launch(
     kernel: Any, source: Tensor, places: Tensor, weights: Tensor | None, to: Tensor, k: int
 ) -> None:
-    """Launch a program for each row of `to` and each BLOCK of its width."""
+    """Launch one program per row of `to` and per BLOCK columns of the row."""
     if not to.numel():
         return
     n, width = to.shape
@@ -161,7 +169,7 @@ def _launch(
 
 @torch.library.custom_op("dtron::permute_added", mutates_args=())
 def _added_on_gpu(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    from dtron.kernels.permute_triton import added_kernel  # Triton is a GPU's
+    from dtron.kernels.permute_triton import added_kernel  # Triton needs a GPU
 
     (n, k), width = rows.shape, y.shape[1]
     out = y.new_empty(n, width, dtype=dtype)
@@ -171,7 +179,7 @@ def _added_on_gpu(y: Tensor, rows: Tensor, weights: Tensor | None, dtype: torch.
 
 @torch.library.custom_op("dtron::permute_dots", mutates_args=())
 def _dots_on_gpu(grad: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    from dtron.kernels.permute_triton import dots_kernel  # Triton is a GPU's
+    from dtron.kernels.permute_triton import dots_kernel  # Triton needs a GPU
 
     k = rows.shape[1]
     out = grad.new_empty(rows.shape)

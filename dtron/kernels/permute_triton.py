@@ -16,8 +16,10 @@ def gathered_kernel(
     WEIGHTED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Compute one block of one row of y: the slot's token, times its weight if WEIGHTED, or
-    zeros."""
+    """Compute one block of one row of y: the slot's token.
+
+    If WEIGHTED, the token is multiplied by the slot's weight. The row is zero for slot -1.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
@@ -40,7 +42,7 @@ def added_kernel(
     WEIGHTED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Compute one block of one token: the sum of its rows, in float32."""
+    """Compute one block of one token: the (weighted) sum of the token's rows, in float32."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -57,7 +59,7 @@ def added_kernel(
 
 @triton.jit
 def dots_kernel(grad, y, rows, out, k, width, BLOCK: tl.constexpr):  # noqa: N803
-    """Compute for one slot its token's gradient times its row, in float32."""
+    """Compute one slot's dot product, in float32: of the token's gradient and the slot's row."""
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + slot)
     held = tl.maximum(row, 0)

@@ -12,7 +12,7 @@ def sum_kernel(parts, out, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa
     inside = at < n
     total = tl.load(parts + at, mask=inside).to(tl.float32)
     for part in range(1, PARTS):
-        # In 64 bits: all parts of a unit may have more than 2^31 elements.
+        # In 64 bits: all parts together may have more than 2^31 elements.
         from_part = tl.cast(n, tl.int64) * part
         total += tl.load(parts + from_part + at, mask=inside).to(tl.float32)
     tl.store(out + at, total, mask=inside)

@@ -2,9 +2,9 @@
 
 Private names, tested with torch 2.11, 2.13 and 2.15:
 
-    torch._foreach_norm                     norms of many tensors by a few kernels
+    torch._foreach_norm                     norms of many tensors with few kernels
     Tensor._version                         how often a tensor was modified in place
-    torch._dynamo                           sizes that a graph takes in any number; cache statistics
+    torch._dynamo                           dynamic sizes in graphs; cache statistics
     torch._subclasses                       fake tensors
     torch.utils._python_dispatch            modes that see every operator
 """
@@ -31,7 +31,7 @@ __all__ = [
 def norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return the norm of each tensor, a scalar computed in `dtype` (default: the tensor's own).
+    """Return the norm of each tensor, a scalar computed in `dtype` (default: the tensor's dtype).
 
     A separate call per tensor would cost the host a few microseconds each in every step.
     """
@@ -49,7 +49,7 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def compile_cache() -> dict[str, int]:
-    """Count the graphs that this process found in inductor's cache, and those that it did not."""
+    """Count this process's hits and misses in inductor's graph cache."""
     from torch._dynamo.utils import counters  # importing it loads the compiler
 
     # aot_autograd's hits would count twice: each is followed by a hit for the graph's code.

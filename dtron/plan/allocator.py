@@ -1,15 +1,15 @@
 """Model of torch's caching allocator: the device memory it reserves for the tensors of one stream.
 
-The allocator requests segments from the device, splits them into blocks for tensors, merges freed
-blocks, and never returns memory: a tensor for which no free block is large enough takes a new
-segment, however much memory is free in smaller blocks. The rules are those of
-c10/cuda/CUDACachingAllocator.cpp by default: blocks are whole 512 bytes; up to 1 MiB they are split
-from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and larger ones get segments of their
-own size in whole 2 MiB; the smallest block that is large enough is taken, and the rest is split
-off.
+The allocator requests segments from the device, splits them into blocks for tensors, and merges
+freed blocks. It never returns memory: if no free block is large enough for a tensor, it requests a
+new segment, however much memory is free in smaller blocks. `Pool` has the default rules of
+c10/cuda/CUDACachingAllocator.cpp. Block sizes are multiples of 512 bytes. Blocks up to 1 MiB are
+split from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB; larger blocks get a
+segment of their size, rounded up to 2 MiB. A tensor gets the smallest free block that is large
+enough; the rest of the block is split off.
 
-Under `PYTORCH_ALLOC_CONF=expandable_segments:True` there are one segment for blocks up to 1 MiB and
-one for larger ones, which grow at their ends (`Expandable`).
+With `PYTORCH_ALLOC_CONF=expandable_segments:True` there is one segment for blocks up to 1 MiB and
+one for larger blocks. They grow at their ends (`Expandable`).
 """
 
 import bisect
@@ -26,20 +26,20 @@ class Block:
 
     nbytes: int
     small: bool
-    """Whether it is in a segment for blocks up to 1 MiB."""
+    """Whether the block is in a segment for blocks up to 1 MiB."""
     free: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
-    """The neighbouring blocks in the segment."""
+    """The previous block (`before`) and the next block (`after`) in the segment."""
     kind: str = ""
-    """The class of its tensor, which only `HolelessPool` notes."""
+    """Memory class of the tensor in the block; only `HolelessPool` sets it."""
 
 
 class Pool:
-    """The allocator's memory pool of one stream.
+    """Memory pool of one stream, by the default rules.
 
     Attributes:
-        reserved: bytes that were taken from the device.
+        reserved: bytes requested from the device.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Pool:
         self._large, self._small = _FreeBlocks(), _FreeBlocks()
 
     def take(self, nbytes: int, kind: str = "") -> Block:
-        """Memory of a tensor."""
+        """Allocate the memory of a tensor."""
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
         free = self._small if small else self._large
@@ -75,7 +75,7 @@ class Pool:
         return block
 
     def give(self, block: Block) -> None:
-        """Take back the block of a tensor that is gone."""
+        """Free the block of a tensor."""
         free = self._small if block.small else self._large
         after, before = block.after, block.before
         if after is not None and after.free:
@@ -98,7 +98,7 @@ class _FreeBlocks:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """Ascending."""
+        """Sizes of free blocks, ascending."""
         self.blocks: dict[int, list[Block]] = {}
 
     def add(self, block: Block) -> None:
@@ -111,7 +111,7 @@ class _FreeBlocks:
             same.append(block)
 
     def larger(self, size: int) -> int | None:
-        """The smallest block size that holds so many bytes."""
+        """Return the size of the smallest free block with at least `size` bytes; None: no block."""
         place = bisect.bisect_left(self._sizes, size)
         return self._sizes[place] if place < len(self._sizes) else None
 
@@ -137,7 +137,7 @@ class _FreeBlocks:
 
 
 def _join(first: Block, second: Block) -> None:
-    """Merge the second block into its neighbour, the first."""
+    """Merge the second of two adjacent blocks into the first."""
     first.nbytes += second.nbytes
     first.after = second.after
     if first.after is not None:
@@ -147,15 +147,17 @@ def _join(first: Block, second: Block) -> None:
 @dataclass(eq=False, slots=True)
 class _PlacedBlock(Block):
     at: int = 0
-    """Its offset in the segment."""
+    """Offset in the segment, bytes."""
 
 
 class Expandable:
-    """Memory pool with expandable segments; methods as `Pool`. Replaying the allocations of a run
-    on a GPU, it reserves what the GPU's allocator did, to the byte.
+    """Memory pool with expandable segments and the methods of `Pool`.
+
+    For the recorded allocations of a run on a GPU, it reserves as many bytes as the GPU's allocator
+    did.
 
     Attributes:
-        reserved: bytes that were taken from the device.
+        reserved: bytes requested from the device.
     """
 
     def __init__(self) -> None:
@@ -166,22 +168,25 @@ class Expandable:
         return self._small.end + self._large.end
 
     def take(self, nbytes: int, kind: str = "") -> Block:
-        """Memory of a tensor."""
+        """Allocate the memory of a tensor."""
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
         small = size <= _MIB
         at = (self._small if small else self._large).take(size)
         return _PlacedBlock(size, small, at=at)
 
     def give(self, block: Block) -> None:
-        """Take back the block of a tensor that is gone."""
+        """Free the block of a tensor."""
         assert isinstance(block, _PlacedBlock)
         (self._small if block.small else self._large).give(block.at, block.nbytes)
 
 
 @dataclass
 class _GrowingSegment:
-    """A segment that grows by whole pages. It takes the smallest free block that is large enough,
-    of equal ones the first; the block at the end, which can grow, is taken last."""
+    """A segment that grows by whole pages.
+
+    A tensor gets the smallest free block that is large enough; of equally large blocks, the one
+    with the lowest offset. The free block at the end, which can grow, is used last.
+    """
 
     page: int
     end: int = 0
@@ -232,8 +237,9 @@ class _GrowingSegment:
 
 
 class HolelessPool:
-    """Memory pool without fragmentation or rounding: a lower bound of any real allocator; methods
-    as `Pool`.
+    """Memory pool with the methods of `Pool`, but without fragmentation and rounding.
+
+    Its `reserved` is a lower bound for any real allocator.
 
     Attributes:
         reserved: the largest number of bytes allocated at once.
@@ -243,21 +249,21 @@ class HolelessPool:
         self.reserved = self._now = 0
 
     def take(self, nbytes: int, kind: str = "") -> Block:
-        """Memory of a tensor."""
+        """Allocate the memory of a tensor."""
         self._now += nbytes
         self.reserved = max(self.reserved, self._now)
         return Block(nbytes, small=False, kind=kind)
 
     def give(self, block: Block) -> None:
-        """Take back the block of a tensor that is gone."""
+        """Free the block of a tensor."""
         self._now -= block.nbytes
 
 
 class PeakPool(HolelessPool):
-    """The same, with the bytes of each class at the moment when most are allocated.
+    """`HolelessPool` that records the bytes of each memory class at the peak.
 
     Attributes:
-        at_peak: bytes by class.
+        at_peak: bytes by memory class.
     """
 
     def __init__(self) -> None:
@@ -266,7 +272,7 @@ class PeakPool(HolelessPool):
         self._counts: Counter[str] = Counter()
 
     def take(self, nbytes: int, kind: str = "") -> Block:
-        """Memory of a tensor."""
+        """Allocate the memory of a tensor."""
         before = self.reserved
         block = super().take(nbytes, kind)
         self._counts[kind] += nbytes
@@ -275,7 +281,7 @@ class PeakPool(HolelessPool):
         return block
 
     def give(self, block: Block) -> None:
-        """Take back the block of a tensor that is gone."""
+        """Free the block of a tensor."""
         self._counts[block.kind] -= block.nbytes
         super().give(block)
 

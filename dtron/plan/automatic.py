@@ -1,4 +1,5 @@
-"""Automatic settings with the planner's memory: for a start on this machine, and for a plan."""
+"""Choose values for config keys that are unset or "auto", from predicted memory; used at the start
+of a run and by `dtron plan`."""
 
 import json
 import logging
@@ -23,17 +24,20 @@ from dtron.setup.versions import release
 log = logging.getLogger("dtron")
 
 _ROUNDING = 0.02
-"""Largest difference between a row's memory and what torch reports for the same GPU."""
+"""Relative difference between the memory of a hardware row and that of the real GPU above which the
+GPU's value replaces the row's; smaller differences are rounding."""
 _SECONDS = 300
-"""That rank 0 may take to choose."""
+"""Seconds that rank 0 may take to choose settings."""
 
 
 def at_start(config: RunConfig, place: Place, rendezvous: Rendezvous) -> Automatic:
-    """Choose the automatic settings of a run that starts here; all ranks call it together, and rank
-    0 chooses by what all their machines have in common.
+    """Choose the automatic settings of a starting run; all ranks call this.
+
+    Rank 0 chooses from what the machines of all ranks have in common, and all ranks return its
+    choice.
 
     Raises:
-        RankError, PeerError: rank 0 does not answer.
+        RankError, PeerError: a rank does not send its value in time, or rank 0 has ended.
     """
     own = Machine.of_place(place)
     found = rendezvous.gather_at_rank_0("machine", json.dumps(asdict(own)))
@@ -47,7 +51,7 @@ def at_start(config: RunConfig, place: Place, rendezvous: Rendezvous) -> Automat
 
 
 def of_place(config: RunConfig, place: Place, machine: Machine | None = None) -> Automatic:
-    """Choose them for ranks of which each is on such a machine; None: this one."""
+    """Choose the automatic settings of a run with all ranks on `machine`; None: this machine."""
     machine = machine or Machine.of_place(place)
     if not machine.gpus:
         return Automatic(config)
@@ -62,7 +66,10 @@ def of_place(config: RunConfig, place: Place, machine: Machine | None = None) ->
 
 
 def of_hardware(config: RunConfig, world_size: int, row: Hardware) -> Automatic:
-    """Choose the automatic settings of a planned run, with the installed torch."""
+    """Choose the automatic settings of a planned run on GPUs of a hardware row.
+
+    The choices are those for the installed torch.
+    """
     host = min(row.host, world_size)
     host = host if world_size % host == 0 else 1
     machine = Machine(True, host, row.domain >= host, release(torch.__version__))
@@ -71,7 +78,10 @@ def of_hardware(config: RunConfig, world_size: int, row: Hardware) -> Automatic:
 
 
 def _predictions(world_size: int, row: Hardware) -> Callable[[RunConfig], float]:
-    """Predict the share of a GPU's memory that the fullest rank of a run reserves; inf: unknown."""
+    """Return a cached function: config -> reserved fraction of the available GPU memory.
+
+    The fraction is that of the fullest rank; inf: unknown.
+    """
     shares: dict[str, float] = {}
 
     def used(config: RunConfig) -> float:
@@ -91,6 +101,6 @@ def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
         return worst(memory(run)).reserved / row.room
     except ConfigError:
         return float("inf")
-    except Exception:  # a start needs no prediction
+    except Exception:  # a run can start without a prediction
         log.exception("the planner failed; settings that depend on memory keep their defaults")
         return float("inf")

@@ -1,13 +1,13 @@
 """`dtron plan calibrate`: measure this machine and write a hardware row for `dtron plan`.
 
     dtron plan calibrate --out mine.toml                                  one GPU, or a CPU
-    torchrun --nproc-per-node 4 -m dtron plan calibrate --out mine.toml   and links between ranks
+    torchrun --nproc-per-node 4 -m dtron plan calibrate --out mine.toml   links between ranks too
     dtron plan --config FILE --hardware mine.toml
 
 Fields that are not measured are copied from the row that --base names and marked in the file: the
 data-sheet peak, the number of GPUs per host and per NVLink domain, bytes outside the allocator, the
-host's time per call, and links that no two ranks of this run use. The file has the measurements of
-the first rank.
+host's time per call, and links that connect no two ranks of this run. The file has the measurements
+of the first rank.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from dtron.run.rendezvous import meet
 
 
 def row_of(made: Calibration, base: Hardware, name: str, source: str) -> tuple[Hardware, list[str]]:
-    """Return the row, and the fields that are the base row's."""
+    """Return the hardware row of a calibration, and the names of fields copied from `base`."""
     found = {**made.found, **link_fields(made.collectives, base), **overlap_fields(made.overlap)}
     kept = [each.name for each in fields(Hardware) if each.name not in {*found, "name", "source"}]
     pairs = {"latency[0]": "nvlink", "latency[1]": "network"}
@@ -48,7 +48,10 @@ _SHAPE = ("kind", "bytes", "ranks", "inside")
 
 
 def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], suffix: str) -> str:
-    """Format the file: fields of the row, then the measurements."""
+    """Return the text of a hardware row's file: its fields, then the measurements.
+
+    The format is TOML, or JSON by `suffix`.
+    """
     values = {key: _rounded(value) for key, value in asdict(row).items()}
     origin = {"base": base, "kept": list(kept), "versions": versions()}
     lists = {key: getattr(made, key) for key in ("matmuls", "attention", "collectives", "overlap")}
@@ -85,7 +88,7 @@ def as_text(row: Hardware, made: Calibration, base: str, kept: Sequence[str], su
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats to 4 digits: more are noise."""
+    """Round floats to 4 significant digits; further digits are noise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, tuple | list):
@@ -101,23 +104,25 @@ def calibrate_parser() -> argparse.ArgumentParser:
         "torchrun its links too.",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="NAME.toml or NAME.json")
-    parser.add_argument("--name", help="of the row; default: the file's")
-    parser.add_argument("--base", help="row for what is not measured; default: this GPU's, or h100")
+    parser.add_argument("--name", help="name of the row; default: the file's name")
+    parser.add_argument(
+        "--base", help="row for fields that are not measured; default: this GPU's row, or h100"
+    )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure this machine, and write or print the row.
+    """Measure this machine, and write or print the hardware row.
 
     Raises:
-        ConfigError: the arguments are wrong.
+        ConfigError: an argument is invalid.
     """
     given = calibrate_parser().parse_args(arguments)
     if given.out and given.out.suffix not in FILES:
         raise ConfigError(f"--out {given.out}: the file's name must end in {' or '.join(FILES)}")
     if given.out and not given.out.parent.is_dir():
         raise ConfigError(
-            f"--out {given.out}: there is no folder {given.out.parent}; make it first"
+            f"--out {given.out}: there is no folder {given.out.parent}; create it first"
         )
     place = Place.of_environment()
     base = hardware(given.base) if given.base else of_device(place.device)
@@ -132,12 +137,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     given.out.write_text(text, encoding="utf-8")
     _show(row, made, kept, base)
-    print(f"the row is in {given.out}: dtron plan --hardware {given.out}")
+    print(f"the row is written to {given.out}; use it with dtron plan --hardware {given.out}")
     return 0
 
 
 def measure_machine(base: Hardware, place: Place) -> Calibration:
-    """Measure this machine; a collective. Each rank returns its own times."""
+    """Measure this machine; all ranks call this. Each rank returns its own measurements."""
     device = place.device
     with process_group(place, 600, meet(place, 600).store):
         if device.type == "cuda":
@@ -162,13 +167,13 @@ def _show(row: Hardware, made: Calibration, kept: Sequence[str], base: Hardware)
     rates = {"ceiling": 1e12, "ceiling_float8": 1e12, "copy": 1e9, "nvlink": 1e9, "host_link": 1e9}
     for key, unit in rates.items():
         now, before = getattr(row, key) / unit, getattr(base, key) / unit
-        from_base = ", kept" if key in kept else f" ({base.name}: {before:.4g})"
+        from_base = ", not measured" if key in kept else f" ({base.name}: {before:.4g})"
         console.print(f"{key} {now:.4g} {'T' if unit == 1e12 else 'G'}/s{from_base}")
-    console.print(f"of {base.name}, not measured: {', '.join(kept)}", soft_wrap=True)
+    console.print(f"copied from {base.name}, not measured: {', '.join(kept)}", soft_wrap=True)
 
 
 def tables(row: Hardware, made: Calibration) -> list[Table]:
-    """Build tables of all measurements, with the error of the fitted row."""
+    """Make tables of all measurements, with the prediction error of the fitted row."""
     matmuls = (
         (
             each["dtype"],
@@ -207,11 +212,11 @@ def tables(row: Hardware, made: Calibration) -> list[Table]:
         )
         for each in made.overlap
     )
-    sent = ("kind", "ranks", "MB", "ms", "GB/s of the bus", "row's error")
+    sent = ("kind", "ranks", "MB", "ms", "bus GB/s", "error of the row")
     both = ("work", "shape", "ms", "collective", "MB", "ms")
     both += ("work slower by", "collective slower by")
     return [
-        table("matmuls", ("dtype", "m x k x n", "ms", "TFLOP/s", "row's error"), matmuls),
+        table("matmuls", ("dtype", "m x k x n", "ms", "TFLOP/s", "error of the row"), matmuls),
         table("attention, ms", ("kernel", "shape", "forward", "backward"), attention),
         table("collectives", sent, collectives),
         table("computation overlapped with collectives", both, overlapped),

@@ -1,6 +1,7 @@
 """The command line of `dtron plan`."""
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
+from dtron.data import Loader, TrainingSource
+from dtron.data.inspection import measured_rate
 from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words
 from dtron.models import MODELS
 from dtron.models.contract import check_family
@@ -38,16 +41,16 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="a TOML file")
     parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs; default 8")
-    rows = f"{', '.join(HARDWARE)}, or a file of dtron plan calibrate; default {DEFAULT}"
+    rows = f"{', '.join(HARDWARE)}, or a file from dtron plan calibrate; default {DEFAULT}"
     parser.add_argument("--hardware", default=DEFAULT, metavar="NAME", help=rows)
-    parser.add_argument("--tokens", type=float, default=0.0, help="of the training, for its cost")
+    parser.add_argument("--tokens", type=float, default=0.0, help="training tokens, for the cost")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
-    parser.add_argument("--float8", action="store_true", help="--search looks at float8 too")
-    free = f"share of the memory that --search leaves free; default {HEADROOM}"
-    parser.add_argument("--headroom", type=float, metavar="SHARE", help=free)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where --search writes its winner")
+    parser.add_argument("--float8", action="store_true", help="--search also tries float8")
+    free = f"fraction of GPU memory that --search leaves free; default {HEADROOM}"
+    parser.add_argument("--headroom", type=float, metavar="FRACTION", help=free)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="TOML file for the fastest layout")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plan as an HTML page")
-    parser.add_argument("--exact", action="store_true", help="also trace the real code")
+    parser.add_argument("--exact", action="store_true", help="also trace a step of the real code")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
@@ -57,23 +60,21 @@ def main(arguments: Sequence[str]) -> int:
     """Print a plan; return 0 if the run is legal and fits, else 1.
 
     Raises:
-        ConfigError: the arguments are wrong, or the file is no config.
+        ConfigError: an argument or the config file is invalid, or --search finds no layout.
     """
     if arguments and arguments[0] == "calibrate":
-        from dtron.plan.calibrate import main as calibrate  # what it measures needs dtron.bench
+        from dtron.plan.calibrate import main as calibrate  # imports dtron.bench
 
         return calibrate(arguments[1:])
     check_words(arguments)
     given = plan_parser().parse_intermixed_args(arguments)
     if given.world_size < 1:
-        raise ConfigError(
-            f"--world-size {given.world_size} is not a number of GPUs; use at least 1"
-        )
+        raise ConfigError(f"--world-size {given.world_size} is less than 1; use the number of GPUs")
     if given.headroom is not None and not 0 <= given.headroom < 1:
         raise ConfigError(f"--headroom {given.headroom:g} is not a fraction; use 0 to less than 1")
     if not 0 <= given.tokens < math.inf:
         raise ConfigError(
-            f"--tokens {given.tokens:g} is not a number of tokens; use a number such as 15e12"
+            f"--tokens {given.tokens:g} is negative or not finite; use a number such as 15e12"
         )
     for option, path in (("--out", given.out), ("--page", given.page)):
         _check_target(option, path)
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             given.world_size,
             row,
             float8=given.float8,
-            tell=_progress,
+            tell=functools.partial(print, file=sys.stderr, flush=True),
             headroom=HEADROOM if given.headroom is None else given.headroom,
         )
         file, config = config, searched.best[0].run.config
@@ -96,14 +97,14 @@ def main(arguments: Sequence[str]) -> int:
     elif idle := [
         option
         for option in ("--out", "--float8", "--headroom")
-        if getattr(given, option[2:]) not in (None, False)
+        if (value := getattr(given, option[2:])) is not None and value is not False  # 0.0 is given
     ]:
-        raise ConfigError(f"{idle[0]} has no effect without --search")
+        raise ConfigError(f"{idle[0]} has no effect without --search; add --search")
     automatic = of_hardware(config, given.world_size, row)
     config = automatic.config
     if given.out:
         _write("--out", given.out, config.to_toml(automatic.chosen))
-        _tell(given, f"the fastest layout is in {given.out}")
+        _tell(given, f"the fastest layout is written to {given.out}")
     found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
         found["exact"] = exact(config, given.world_size)
@@ -112,10 +113,10 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--page needs predicted times: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
         _write("--page", given.page, page(run, found, row, searched))
-        _tell(given, f"the page is in {given.page}")
+        _tell(given, f"the page is written to {given.page}")
     elif given.page:
-        _tell(given, "no page is written, since the layout is not legal")
-    _tell(given, f"for {given.world_size} GPUs (--world-size), {row.name} (--hardware)")
+        _tell(given, "--page: no page is written, since the layout is not legal")
+    _tell(given, f"planned for {given.world_size} GPUs (--world-size), {row.name} (--hardware)")
     if given.json:
         print(json.dumps(found, indent=1))
     else:
@@ -127,11 +128,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_target(option: str, path: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written, before the work starts."""
+    """Raise ConfigError if the file of an option cannot be written; called before planning."""
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -147,11 +148,6 @@ def _write(option: str, path: Path, text: str) -> None:
         ) from None
 
 
-def _progress(line: str) -> None:
-    """Print progress to stderr, separate from the command's output."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _tell(given: argparse.Namespace, line: str) -> None:
     if not given.json:
         print(line)
@@ -163,13 +159,15 @@ def _print_automatic(automatic: Automatic) -> None:
 
 
 def dry_run(config: RunConfig, name: str) -> int:
-    """Print the plan for this launch's ranks and every reason why they cannot start, on the first
-    rank; then run the checks of a start. Returns the exit status.
+    """Plan the run on the ranks of this launch.
+
+    If it is legal, run all checks of a run's start. Print the plan on rank 0; if the run is not
+    legal, the reasons. Return 0 if it is legal, else 1.
 
     Args:
-        name: hardware row, or its file; empty: this machine's row.
+        name: name or file of a hardware row; empty: the row of this machine's GPU.
     Raises:
-        DtronError: what a start would raise.
+        DtronError: a check of the run's start fails.
     """
     place = Place.of_environment()
     row = hardware(name) if name else of_device(place.device)
@@ -179,34 +177,69 @@ def dry_run(config: RunConfig, name: str) -> int:
         automatic = of_place(config, place)
     asked, config = config, automatic.config
     found = plan(config, place.world_size, row)
+    rate = 0.0
     if found["legal"]:
-        preflight(asked if name else config, place, starts=False)
-        found["unchecked"] = []  # all of it was looked for
+        data = preflight(asked if name else config, place, starts=False).data
+        found["unchecked"] = []  # preflight has checked them
+        rate = _rate_of(data.train, config, place.world_size)
     if place.rank == 0:
         if found["legal"]:
-            print(f"all checks of a start passed, data and tokenizer too; {place.world_size} ranks")
+            print(
+                "all checks of the run's start passed, also of data and tokenizer; "
+                f"{place.world_size} ranks"
+            )
         _print_automatic(automatic)
         print_plan(_console(), found)
+        if found["legal"] and found["time"]:
+            speed = found["time"]["tokens_per_second_per_gpu"] * place.world_size
+            print(_data_line(rate, speed * _sequences_per_rank(config, place.world_size)))
         if not name:
-            print(f"{_assumed(place.device, row.name)}; --hardware NAME takes another row")
+            print(f"{_assumed(place.device, row.name)}; --hardware NAME selects another row")
     return 0 if found["legal"] else 1
 
 
+def _rate_of(source: TrainingSource, config: RunConfig, world_size: int) -> float:
+    """Measure the tokens per second that the first data-parallel rank reads here."""
+    train, share = config.train, _sequences_per_rank(config, world_size)
+    settings = {"global_batch": train.global_batch, "micro_batch": train.micro_batch}
+    loader = Loader(source, dp_rank=0, dp_size=round(1 / share), **settings)
+    return measured_rate(loader.step, round(train.global_batch * share) * train.seq_len)
+
+
+def _sequences_per_rank(config: RunConfig, world_size: int) -> float:
+    """Return the fraction of the sequences that one data-parallel rank trains on."""
+    train = config.train
+    return config.micro_batches(world_size) * train.micro_batch / train.global_batch
+
+
+def _data_line(rate: float, needed: float) -> str:
+    """Return a line that compares the speeds of data loading and of training.
+
+    Args:
+        rate: tokens per second that this machine reads.
+        needed: tokens per second that one data-parallel rank trains on, as predicted.
+    """
+    line = f"data: {rate:,.0f} tokens/s are read here; each data-parallel rank needs {needed:,.0f}"
+    if rate > needed:
+        return line
+    return f"{line}: data limits the speed; see docs/data-at-scale.md"
+
+
 def _assumed(device: torch.device, row: str) -> str:
-    """Describe the hardware row that was chosen without --hardware, and why."""
+    """Return a line that names the hardware row used without --hardware, and why it is used."""
     if device.type != "cuda":
-        return f"no GPU is here: planned for {row}, the default row"
+        return f"no GPU on this machine: planned for {row}, the default row"
     gpu = torch.cuda.get_device_name(device)
     if row in gpu.lower():
         return f"planned for {row}, the row of this machine's {gpu}"
-    return f"there is no row of this machine's {gpu}: planned for {row}, the default row"
+    return f"no hardware row for this machine's {gpu}: planned for {row}, the default row"
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would end the process
+        raise BrokenPipeError  # rich's default exits the process
 
 
 def _console() -> Console:
-    """Make a console wide enough for all columns of a table: a terminal breaks lines instead."""
+    """Make a console of at least 200 columns, so that rich cuts no table; terminals wrap lines."""
     return _Console(width=max(200, Console().width))

@@ -1,8 +1,8 @@
 """Collectives of a rank's step: kind, number, size, mesh axis and link.
 
-Sizes are those of `dtron.run.collective_counter`: the larger of what goes in and what comes out of
-one rank. tests/plan/test_communication.py compares some with real runs, tests/plan/test_exact.py
-all axes with traces of the real code.
+Sizes are defined as in `dtron.run.collective_counter`: the larger of a rank's input and output.
+tests/plan/test_communication.py compares some collectives with real runs; tests/plan/test_exact.py
+compares the collectives of all axes with traces of the real code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Collective:
     axis: str
     kind: str
     size: float
-    """Bytes of each."""
+    """Bytes of each collective."""
     count: float
     purpose: str
     """fsdp, tp, cp, ep, pp, loss, or step (small, once per step)."""
@@ -34,17 +34,19 @@ class Collective:
 
     @property
     def link(self) -> str:
-        """The slowest link it uses."""
+        """The slowest link of the group: nvlink or network."""
         return "nvlink" if self.inside >= self.ranks else "network"
 
     def seconds(self, hardware: Hardware) -> float:
-        """Total seconds, if they run one after another."""
+        """Total seconds of the `count` collectives, one after another."""
         return self.count * hardware.collective(self.kind, self.size, self.ranks, self.inside)
 
 
 def group(run: Resolved, axes: Sequence[str], domain: int) -> tuple[int, int]:
-    """Number of ranks of a group over neighbouring mesh axes, and how many are in one NVLink
-    domain."""
+    """Return the size of a group over adjacent mesh axes: (ranks, ranks in one NVLink domain).
+
+    A domain has `domain` GPUs.
+    """
     stride = 1
     for axis in reversed(DEGREES):
         if axis in axes:
@@ -57,8 +59,10 @@ def group(run: Resolved, axes: Sequence[str], domain: int) -> tuple[int, int]:
 
 
 def expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
-    """Number of ranks that exchange token copies ("ep") or share experts ("edp_shard"), and how
-    many are in one NVLink domain."""
+    """Return the size of a group of the expert mesh: (ranks, ranks in one NVLink domain).
+
+    axis "ep": ep x etp ranks, which exchange token copies; "edp_shard": ranks that shard experts.
+    """
     ep_etp = run.experts["ep"] * run.experts["etp"]
     if axis == "ep":
         return ep_etp, min(ep_etp, domain)
@@ -67,7 +71,10 @@ def expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
 
 
 def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
-    """(what, ranks of a group that shares it, of these in one domain of GPUs) of parameters."""
+    """Yield what FSDP shards over which ranks: (what, ranks, ranks in one domain).
+
+    `what` is "parameters" or "experts"; a domain has `domain` GPUs.
+    """
     yield "parameters", *group(run, FSDP_AXES, domain)
     if run.model.n_experts and run.separate_experts:
         yield "experts", *expert_group(run, "edp_shard", domain)
@@ -77,7 +84,7 @@ def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
     """List the collectives of a pipeline rank's step.
 
     Args:
-        domain: number of GPUs connected by NVLink.
+        domain: number of GPUs per NVLink domain.
     """
     found: list[Collective] = []
     for stage in run.stages_of(rank):
@@ -113,8 +120,11 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def gathers(run: Resolved, unit: Unit, last: bool) -> int:
-    """How often a unit is gathered per step: in each forward and backward, or once; without a
-    pipeline, the last unit and the root once per micro-batch."""
+    """Return the number of all-gathers of a unit per step.
+
+    The number is 1 if weights stay gathered for the step; else 2 per micro-batch, but 1 per
+    micro-batch for the root unit and, without a pipeline, for the last unit.
+    """
     if run.policy.keep_gathered:
         return 1
     stays = unit.name == "root" or (run.layout is None and last)
@@ -128,8 +138,10 @@ def _name(run: Resolved, axes: Sequence[Degree]) -> str:
 def _shared(
     run: Resolved, each: Unit, domain: int
 ) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
-    """(axis, elements of a shard, its bytes when it is gathered, group) of a unit's dense part and
-    of its experts'."""
+    """Yield (axis, elements of a shard, bytes of the shard in an all-gather, result of `group`).
+
+    One item is for a unit's dense part, and one for its experts on a separate mesh.
+    """
     (_, dense), (_, experts) = gathered_bytes(run, each)
     ranks = group(run, ("dp_shard", "cp"), domain)
     yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense, ranks
@@ -142,7 +154,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     ranks, inside = group(run, ("tp",), domain)
     m, split, model = run.micro_batches, run.between > 1, run.model
     token = run.tokens * run.element
-    # A matmul that is fused with its collective is not repeated where its result is kept.
+    # Selective recomputation keeps matmul results, so it repeats no collective fused with a matmul.
     repeats = not (run.config.parallel.async_tp and run.config.recompute.mode == "selective")
 
     def made(kind: str, width: float, count: float) -> Collective:
@@ -151,11 +163,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def both(
         widths_in: list[int], widths_out: list[int], layers: Sequence[int], again: int
     ) -> Iterator[Collective]:
-        """Gather the input and reduce the output; the backward mirrors it. `again` counts what
-        recomputation repeats: all but a layer's last matmul, whose result no gradient needs."""
+        """Yield the collectives that gather inputs and reduce outputs in forward and backward.
+
+        Those of the backward mirror those of the forward. `again`: number of layers whose backward
+        recomputes all matmuls except the last, whose result no gradient needs.
+        """
         times = len(layers)
         size_in, size_out = (_share_gathered(run, layers, names) for names in _ENDS)
-        repeated = widths_out[:1]  # attention's
+        repeated = widths_out[:1]  # attention's output
         if not split:
             yield made(
                 "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(repeated)
@@ -173,7 +188,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     yield from _shared_heads(run, stage, domain)
     for mixture in (False, True):
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
-        again = sum(run.recomputes(i) for i in layers) * repeats
+        again = sum(run.recomputes_whole(i) for i in layers) * repeats
         if layers:
             yield from both(*_widths(run, mixture), layers, again)
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
@@ -184,40 +199,50 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         predictions = 1 + model.mtp
         yield made(kind, model.dim, predictions)
         yield made(other, model.dim, predictions if other else 0)
-        yield made(kind, model.dim * model.mtp, 1)  # the embeddings of the tokens ahead
+        yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
         yield made(other, model.dim * model.mtp, 1 if other else 0)
         rounds = 2 * run.config.train.loss_chunks
-        size = 6 * run.tokens * 4 / rounds / 2  # a maximum, then two sums a token, float32
+        size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
 
 
 def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Keys and values of heads that tp ranks share are gathered, their gradients scattered."""
+    """Yield the all-gathers of key/value heads that several tp ranks share.
+
+    Also yield the reduce-scatters of the gradients of these heads.
+    """
     n_heads = run.model.n_kv_heads
     if run.model.kv_lora_rank or run.tp <= n_heads:
         return
     ranks = run.tp // n_heads
     axis = "tp" if n_heads == 1 else "tp_inner"
     size = float(run.model.head_size * run.tokens * run.element)
-    again = sum(run.recomputes(i) for i in stage.layers)
+    again = sum(run.recomputes(i, "attn") for i in stage.layers)
     for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
         count = 2 * (len(stage.layers) + times) * run.micro_batches
         yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
 
 
 _ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
-"""Modules of a block that gather their input, and those that gather their output's gradient."""
+"""Modules of a block that gather over tp: (modules that gather their input, modules that gather the
+gradient of their output)."""
 
 
 def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) -> float:
-    """Bytes that these modules gather, as a fraction of the bytes without float8."""
+    """Return the bytes that the modules `names` of `layers` gather over tp, as a fraction.
+
+    The fraction is relative to the bytes that these modules gather without float8.
+    """
     small = run.float8.communicated if run.float8 else frozenset()
     found = [f"blocks.{i}.{name}" in small for i in layers for name in names]
     return sum(1 / run.element if one else 1.0 for one in found) / len(found)
 
 
 def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
-    """Elements per token that a layer's forward gathers, and that it reduces."""
+    """Return (gathered, reduced): elements per token of each collective over tp.
+
+    Only collectives in a layer's forward count.
+    """
     model = run.model
     inward, outward = [model.dim], [model.dim]
     if model.kv_lora_rank:
@@ -228,8 +253,11 @@ def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
 
 
 def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Collectives of context parallelism: keys and values, under ulysses queries and outputs too.
-    Gradients of keys and values in a ring, or returned with halos, are float32."""
+    """Yield the collectives of context parallelism.
+
+    They exchange keys and values; those of Ulysses also exchange queries and outputs. Gradients of
+    keys and values are float32, except in the all-to-alls of Ulysses.
+    """
     cp = run.degrees["cp"]
     ranks, inside = group(run, ("cp",), domain)
     model, m = run.model, run.micro_batches
@@ -237,7 +265,7 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     for layer in stage.layers:
         shape = run.context(layer)
-        again = int(run.recomputes(layer))
+        again = int(run.recomputes(layer, "attn"))
         times = 2 if again and run.config.recompute.mode == "full" else 1
         if shape.inner > 1:
             # Recompute modes that keep attention's output still repeat the all-to-alls.
@@ -265,10 +293,12 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Collectives of expert parallelism: counts, then dispatch and combine, and their mirror images
-    in the backward."""
+    """Yield the collectives of expert parallelism in forward and backward.
+
+    These are the exchange of token counts, dispatch and combine.
+    """
     layers = [i for i in stage.layers if run.has_experts(i)]
-    again = sum(run.recomputes(i) and run.config.recompute.mode != "none" for i in layers)
+    again = sum(run.recomputes_whole(i) for i in layers)
     ranks, inside = expert_group(run, "ep", domain)
     rows, dim = expert_rows(run), run.model.dim
     count = (2 * len(layers) + again) * run.micro_batches
@@ -283,8 +313,11 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
-    """Collectives of the balance loss: loads of the ranks that share a micro-batch; with padding
-    also their numbers of tokens, for the mean of the z-loss."""
+    """Yield the all-reduces of router losses.
+
+    They sum expert loads over ranks and, with padding, the numbers of tokens over which the z-loss
+    is averaged.
+    """
     padded = run.config.data.packing != "cut"
     if not (run.model.balance_coefficient or (padded and run.model.z_loss)):
         return
@@ -297,8 +330,10 @@ def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:
 
 
 def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
-    """Collectives of the pipeline: hidden states forward and gradients backward, where the
-    neighbouring stage is on another rank."""
+    """Yield the sends of a pipeline stage to stages on other ranks.
+
+    Hidden states are sent to the next stage, gradients to the previous stage.
+    """
     ranks, inside = group(run, ("pp",), domain)
     for other in (stage.index - 1, stage.index + 1):
         if 0 <= other < len(run.stages) and run.stages[other].rank != stage.rank:
@@ -307,8 +342,11 @@ def _pipeline(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
 
 def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
-    """Collectives once per step: counting labels, summing partial gradients of tp ranks, gradients
-    of tied weights, the norm, and expert loads for router biases."""
+    """Yield the collectives that run once per step.
+
+    They exchange the number of labels, partial gradients of tp ranks, gradients of tied weights,
+    the gradient norm, and expert loads for router biases.
+    """
     found: list[tuple[Sequence[Degree], str, float]] = [
         (LOSS_AXES, "all_reduce", 8.0 * (1 + run.model.mtp)),
         (("tp",), "all_reduce", 4.0 * sum(u.partial_shard for u in held(run, rank))),
@@ -324,8 +362,10 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
 
 
 def _tied(run: Resolved, rank: int) -> float:
-    """Bytes of gradients exchanged for tied weights: a tied head, and the embedding that
-    multi-token prediction reads."""
+    """Bytes of gradients that a rank exchanges for weights that two stages hold.
+
+    Such weights are a tied head, or the embedding that multi-token prediction also reads.
+    """
     if not (run.model.tied or run.model.mtp):
         return 0.0
     holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}

@@ -1,4 +1,4 @@
-"""Computation of a rank per micro-batch: matmuls, attention and elementwise work of each layer."""
+"""Seconds of a rank's computation per micro-batch: matmuls, attention and elementwise kernels."""
 
 import functools
 from dataclasses import dataclass
@@ -9,25 +9,30 @@ from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
 
 PASSES = 8
-"""How often a block's saved bytes are read or written by elementwise kernels, forward and backward;
-fitted to a single block of Llama-3-8B (benchmarks/RESULTS.md). Without torch.compile: 18."""
+"""Bytes that elementwise kernels of forward and backward move, as a multiple of a block's saved
+bytes. Fitted to a single block of Llama-3-8B (benchmarks/RESULTS.md)."""
 EAGER_PASSES = 18
 FORWARD, EAGER_FORWARD = 0.4, 1 / 3
-"""Fraction of these bytes that the forward moves. It and the fractions of recomputation are counted
-in inductor's fused graphs of dense blocks with the proportions of Llama-3-8B and Qwen3-8B."""
+"""Fraction of the bytes of PASSES and EAGER_PASSES that the forward moves. FORWARD and AGAIN are
+counted in inductor's fused graphs of dense blocks with the proportions of Llama-3-8B and Qwen3-8B.
+"""
 AGAIN = {"selective": 0.2, "attention": 0.23, "full": FORWARD}
-"""Fraction that recomputation adds in a compiled backward, by mode: recomputed values are fused
-with the kernels that read them. Mode `full` calls the forward's graph once more."""
+"""Bytes that recomputation adds to a compiled backward, as a fraction of the bytes of PASSES, by
+mode. Mode `full` calls the forward's graph once more. Other modes add less, since the kernels that
+use recomputed values also compute them."""
 CAST, CAST_WEIGHT, TURN_WEIGHT = 6, 8, 2
-"""Bytes per element of casts to float8. An input or gradient is read for its largest magnitude and
-again to be cast, and is written both as it is and transposed; a weight likewise, and again in the
-backward; a weight gathered in float8 is only transposed."""
+"""Bytes that float8 casts move per element: CAST for an input or gradient, CAST_WEIGHT for a
+weight, TURN_WEIGHT for a weight that FSDP gathers in float8. A tensor is read for its largest
+magnitude, read again for its cast, and written plain and transposed. The backward casts a weight
+again. A weight that is gathered in float8 is only transposed."""
 
 
 @dataclass(frozen=True)
 class ShardedMatmul:
-    """A rank's matmul (m, k) x (k, n), or `groups` of them with m tokens in total; the backward is
-    two matmuls of this size."""
+    """A rank's matmul (m, k) x (k, n), or `groups` such matmuls with m rows in total.
+
+    The backward has two matmuls of this size.
+    """
 
     module: str
     m: int
@@ -43,13 +48,13 @@ class Seconds:
 
     forward: float
     inputs: float
-    """The backward's part for the gradient of the input."""
+    """The backward without the gradients of weights."""
     weights: float
     """The backward's part for the gradients of the weights."""
 
     @property
     def sum(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.inputs + self.weights
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -61,8 +66,7 @@ class Seconds:
 
 
 Work = dict[str, Seconds]
-"""Seconds by kind: matmul, grouped_matmul (experts), attention, and copy, which stands for
-elementwise kernels."""
+"""Seconds by kind: matmul, grouped_matmul (experts), attention, and copy (elementwise kernels)."""
 
 
 def together(*parts: Work) -> Work:
@@ -80,7 +84,7 @@ def total(work: Work) -> Seconds:
 
 
 def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
-    """List a rank's matmuls in the forward of a layer, by `Resolved.kind`."""
+    """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
     groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
     found = []
@@ -96,8 +100,7 @@ def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
-    """A rank's attention FLOPs in a layer's forward, counting the half that a causal mask
-    leaves."""
+    """Return a rank's attention FLOPs in a layer's forward, over the causal half of the scores."""
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length
@@ -106,8 +109,10 @@ def attention_flops(run: Resolved, layer: int) -> float:
 
 
 def value_width(run: Resolved) -> int:
-    """Width of a head's values as attention's kernel gets them: context parallelism pads values to
-    the width of keys."""
+    """Width of a head's values in the attention kernel.
+
+    Context parallelism pads values to the width of keys.
+    """
     return run.model.head_size if run.degrees["cp"] > 1 else run.model.v_head_size
 
 
@@ -125,8 +130,11 @@ def _product(hardware: Hardware, p: ShardedMatmul) -> Seconds:
 
 
 def cast_seconds(run: Resolved, listed: list[ShardedMatmul], hardware: Hardware) -> Seconds:
-    """Seconds of float8 casts; each matmul casts its own input, weight and gradient. Time is bytes
-    over the rate of a copy; inputs and half of the weights' bytes count for the forward."""
+    """Seconds of float8 casts: bytes / rate of a copy.
+
+    Each matmul casts its input, weight and output gradient. The forward counts inputs, the backward
+    gradients; each counts half of the weights' bytes.
+    """
     eight = [p for p in listed if p.float8]
     weight = TURN_WEIGHT if run.config.float8.all_gather else CAST_WEIGHT
     forward = sum(CAST * p.m * p.k + weight * p.k * p.n / 2 for p in eight)
@@ -135,7 +143,7 @@ def cast_seconds(run: Resolved, listed: list[ShardedMatmul], hardware: Hardware)
 
 
 def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
-    """Computation of a layer, without communication."""
+    """Return the seconds of a layer's computation per micro-batch, without communication."""
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
@@ -148,12 +156,14 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     parts = [_kinds(listed, hardware), {"attention": attention, "copy": casts + elementwise}]
     if run.recomputes(index):
         again = moved * (AGAIN[mode] if compiled else ahead)
+        again *= activations.recomputed_share(run, index)
         if mode != "selective":
-            again += casts.forward
-            repeats = _kinds(repeated(run, index), hardware)
+            once_more, whole = repeated(run, index), run.recomputes_whole(index)
+            again += (casts if whole else cast_seconds(run, once_more, hardware)).forward
+            repeats = _kinds(once_more, hardware)
             parts.append({kind: Seconds(0.0, each.forward, 0.0) for kind, each in repeats.items()})
         parts.append({"copy": Seconds(0.0, again, 0.0)})
-        if mode == "full":
+        if mode == "full" and run.recomputes(index, "attn"):
             parts.append({"attention": Seconds(0.0, forward, 0.0)})
     return together(*parts)
 
@@ -164,18 +174,33 @@ def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
     )
 
 
-def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
-    """Matmuls that a layer's backward recomputes in a mode that keeps none: all whose results are
-    read.
+_MATMULS = {
+    "attn": frozenset(("wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")),
+    "ffn": frozenset(("ffn",)),
+    "ffn.experts": frozenset(("experts",)),
+    "ffn.shared": frozenset(("shared",)),
+}
+"""Names of matmuls (`ShardedMatmul.module`) in each module that `recompute.modules` may list."""
 
-    The last matmul of a feed-forward or shared expert is only added to the layer's output, and no
-    gradient reads its result; the gradients of combine weights read experts' results. A compiled
-    block that contains its recomputation omits that matmul. Eager recomputation, which stops at the
-    last tensor that autograd lacks, omits it if it is the layer's last. A block compiled inside its
-    recomputation runs whole.
+
+def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
+    """List the matmuls that a layer's backward recomputes in a mode that keeps no matmul result.
+
+    The last matmul of a feed-forward or shared expert may be omitted: its result is only added to
+    the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
+    experts.) A compiled block whose backward graph contains the recomputation omits it. Eager
+    recomputation stops at the last tensor that autograd needs, so it omits this matmul only if it
+    is the layer's last. In mode `full`, a compiled block repeats its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)
+    if modules := options.recompute.modules:
+        # A module's output, from its last matmul, is kept. Attention's input has the same size as
+        # its output: a compiler that has to keep one of them keeps the input.
+        chained = options.compile.enable and run.tp == 1
+        inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
+        whole = {name for name in modules if name == "attn" and chained}
+        return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
     whole = options.recompute.mode == "full" if options.compile.enable else kind != "dense"
     name = "ffn" if kind == "dense" else "shared"
     places = [place for place, p in enumerate(listed) if p.module == name]
@@ -185,9 +210,11 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 
 
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
-    """Seconds that a layer waits per micro-batch for copies to the host and back: kept bytes over
-    the rate of the host link, minus the forward and backward of a layer, which overlap the
-    copies."""
+    """Seconds that a layer waits per micro-batch for copies to the host and back.
+
+    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits for the
+    time by which the copy out exceeds its forward, and the copy back its backward.
+    """
     if not run.config.recompute.offload:
         return 0.0
     copied = sum(activations.kept(run, index).values()) / hardware.host_link
@@ -196,7 +223,10 @@ def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
 
 
 def head(run: Resolved, hardware: Hardware) -> Work:
-    """Computation of norm, head and loss, for each prediction."""
+    """Return the seconds of final norm, head and loss per micro-batch.
+
+    The seconds of all 1 + mtp predictions are added up.
+    """
     vocabulary = -(-run.model.vocab_size // run.tp)
     once = _product(hardware, ShardedMatmul("head", run.tokens, run.model.dim, vocabulary))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy

@@ -1,9 +1,9 @@
 """`dtron plan --exact`: memory and collectives traced from the real code, next to the predictions.
 
 Each distinct rank is traced (`tracing.py`) in a separate process, so that no process group, mesh or
-cache is shared or left over. Pipeline ranks differ; of those between the first and the last, the
-first and the last are traced. Ranks that differ only in their data, context or tensor parallel
-index are represented by the first, whose shards are largest.
+cache is shared or left over. Of the pipeline ranks, the first two and the last two are traced. Of
+ranks that differ only in their data, context or tensor parallel index, the first is traced, which
+has the largest shards.
 """
 
 import multiprocessing
@@ -37,8 +37,9 @@ Counts = defaultdict[tuple[str, str], list[float]]
 
 
 def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Trace a legal run: {notes, micro_batches, ranks, seconds}; each entry of `ranks` has pairs of
-    traced and predicted values, by name.
+    """Trace a legal run and return {notes, micro_batches, ranks, seconds}.
+
+    Each entry of `ranks` has pairs {exact: traced value, predicted: predicted value}.
 
     Raises:
         ConfigError: the run cannot be traced.
@@ -59,7 +60,7 @@ def exact(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def refusals(config: RunConfig) -> list[str]:
-    """List the settings of a run that cannot be traced."""
+    """List the settings of a run that make tracing impossible, each with the reason."""
     asked = {
         "float8.recipe: its kernels need GPUs, and emulation allocates differently": bool(
             config.float8.recipe
@@ -91,28 +92,28 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
     if config.parallel.async_tp:
         yield "traced and predicted without parallel.async_tp, which fuses tp's collectives"
     if config.parallel.copy_engines:
-        yield "traced and predicted without parallel.copy_engines, as torch does not see its memory"
+        yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
     if config.parallel.dispatcher == "symmetric_memory":
         yield 'traced and predicted with parallel.dispatcher = "all_to_all", without a capacity'
     if config.parallel.dispatcher == "deepep":
         yield 'traced and predicted with parallel.dispatcher = "all_to_all", not DeepEP'
     rings = {"ring", "hierarchical"} & set(config.parallel.cp_methods())
     if config.parallel.cp > 2 and rings and Resolved.model_of(config).window:
-        yield "halos of rings with windows are predicted for the rank that receives most"
+        yield "ring attention with windows: halos are predicted for the rank that receives most"
     if config.data.mask_documents:
         yield "each sequence is one document"
     if Resolved.model_of(config).n_experts:
         yield (
-            "expert loads are even; token copies are sorted by plain torch, in more memory "
+            "traced with even expert loads; plain torch permutes token copies, in more memory "
             "than the GPU kernels"
         )
     whole, part = (each.micro_batches(world_size) for each in (config, traced))
     if whole != part:
-        yield f"{part} of the step's {whole} micro-batches: memory is the same, collectives fewer"
+        yield f"traced with {part} of {whole} micro-batches: the same memory, fewer collectives"
 
 
 def distinct(run: Resolved) -> list[int]:
-    """List the global ranks to trace."""
+    """List the global ranks to trace: the first rank of each traced pipeline rank."""
     pp = run.degrees["pp"]
     indices = {0, min(1, pp - 1), max(pp - 2, 0), pp - 1}
     return [index * (run.world_size // pp) for index in sorted(indices)]
@@ -155,15 +156,15 @@ def _receive(pipe: Connection) -> RankTrace:
     try:
         found = pipe.recv()
     except EOFError:
-        raise RuntimeError("a process that traces a rank died") from None
+        raise RuntimeError("--exact: a tracing process ended without a result") from None
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
 
 
 def compared(run: Resolved, estimate: RankMemory, found: RankTrace) -> dict[str, Any]:
-    """A rank's values, each a pair {exact, predicted}."""
-    # Sums over micro-batches are unsharded; they are reduced into shards of the parameters' size.
+    """Return pairs {exact, predicted} of a rank's memory and collectives."""
+    # After the last reduction, gradients are shards as large as the parameters' shards.
     pairs = {
         "parameters": (found.parameters, estimate.classes["parameters"]),
         "gradients": (found.gradients, estimate.classes["parameters"]),
@@ -194,17 +195,20 @@ def _pair(exact: float, predicted: float) -> dict[str, float]:
 
 
 def counted(run: Resolved, found: RankTrace) -> Counts:
-    """Collectives that the code issued; of point-to-point transfers, the sends."""
+    """Count the collectives that the real code issued.
+
+    A point-to-point transfer counts once, as a send.
+    """
     sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for label, kinds in found.collectives.items():
         for kind, figures in kinds.items():
-            if kind != "recv" and (axis := axis_of(run, label)):  # not in groups of one rank
+            if kind != "recv" and (axis := axis_of(run, label)):  # "": a group of one rank
                 _add(sums, (axis, kind), figures["count"], figures["bytes"])
     return sums
 
 
 def predicted(run: Resolved, rank: int) -> Counts:
-    """The collectives that the planner predicts for a pipeline rank."""
+    """Count the collectives that the planner predicts for a pipeline rank."""
     sums: Counts = defaultdict(lambda: [0.0, 0.0])
     for each in collectives(run, rank):
         key = (axis_of(run, each.axis), each.kind)
@@ -218,8 +222,11 @@ def _add(sums: Counts, key: tuple[str, str], count: float, size: float) -> None:
 
 
 def axis_of(run: Resolved, label: str) -> str:
-    """Canonical name of a group of ranks: axes with one rank are dropped, a group of all ranks is
-    `world`, and the parts of cp are `cp`."""
+    """Return the canonical name of a group of ranks.
+
+    Axes with one rank are dropped; a group of all ranks is `world`; inner and outer groups of an
+    axis have the name of the axis; empty: a group of one rank.
+    """
     sizes: Mapping[str, int] = {**run.degrees, **run.experts}
     names = [name.partition("_outer")[0].partition("_inner")[0] for name in label.split("+")]
     if label != "world" and not sizes.keys() >= set(names):
@@ -232,7 +239,7 @@ def axis_of(run: Resolved, label: str) -> str:
 
 
 def print_exact(console: Console, found: dict[str, Any]) -> None:
-    """Print tables of the trace: memory of each rank, collectives of the first."""
+    """Print tables: the memory of all traced pipeline ranks, and the collectives of the first."""
     for note in found["notes"]:
         console.print(f"exact: {note}", markup=False, soft_wrap=True)
     console.print(_memory_table(found["ranks"]))
@@ -241,7 +248,7 @@ def print_exact(console: Console, found: dict[str, Any]) -> None:
 
 
 def _memory_table(ranks: list[dict[str, Any]]) -> Table:
-    headings = ("pp rank", "GiB", "exact", "predicted", "deviation", "of it")
+    headings = ("pp rank", "GiB", "exact", "predicted", "deviation", "parts of the peak")
     made = table("memory, GiB: allocated by the code, and predicted", headings, words=2)
     for rank in ranks:
         for name in ("parameters", "gradients", "optimizer", "peak"):

@@ -1,10 +1,11 @@
-"""Check whether a run is legal on a number of ranks, why not, and which similar layouts are.
+"""Check whether a run is legal on a number of ranks; if not, list the reasons and similar legal
+layouts.
 
-The reasons are those of a start, except for checks of the machine: the choice of an attention
+The rules are those of a run's start, except for checks of the machine: the choice of an attention
 backend, the presence and features of GPUs, and `unchecked`. With a hardware row, copy engines and
-dispatch by symmetric memory are refused between hosts, whose ranks cannot read each other's memory.
-Similar layouts differ in one or two degrees, by the smallest possible factor; dp_shard takes the
-remaining ranks.
+dispatch by symmetric memory or DeepEP are refused across hosts, since ranks cannot read the memory
+of another host. Similar layouts differ in one or two degrees, the smallest changes first; dp_shard
+takes the remaining ranks.
 """
 
 import math
@@ -23,7 +24,7 @@ from dtron.setup.rules import reasons
 _VARIED = ("tp", "pp", "cp", "ep", "etp", "stages_per_rank")
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
 BATCH = "train.global_batch"
-_NEAR = 3  # layouts listed
+_NEAR = 3  # number of similar layouts to list
 _TRIES = 120
 
 
@@ -33,20 +34,20 @@ class Legality:
 
     reasons: tuple[str, ...]
     nearest: tuple[dict[str, Any], ...]
-    """Keys of [parallel] to change, or train.global_batch, the smallest changes first; empty for a
-    legal run."""
+    """Similar legal runs, the smallest changes first; empty for a legal run. Each maps keys of
+    [parallel], or train.global_batch, to new values."""
 
     @property
     def legal(self) -> bool:
-        """Whether there are no reasons against the run."""
+        """Whether the run is legal: `reasons` is empty."""
         return not self.reasons
 
 
 def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) -> Legality:
-    """Check a run: all reasons against it, and similar runs that are legal.
+    """Return all reasons against a run, and similar runs that are legal.
 
     Args:
-        hardware: row of the ranks' hosts; None: unknown.
+        hardware: hardware row of the ranks' hosts; None: unknown.
     """
     found = tuple(reasons(shortened(config, world_size), world_size))
     if not found and hardware is not None:
@@ -56,22 +57,28 @@ def check(config: RunConfig, world_size: int, hardware: Hardware | None = None) 
 
 
 def unchecked(config: RunConfig) -> Iterator[str]:
-    """List requirements on the machine that only a start there can check."""
+    """List requirements on the machine that only the start of the run on that machine can check."""
     if config.parallel.dispatcher == "deepep":
-        yield 'the package deep_ep, which parallel.dispatcher = "deepep" needs; the start checks it'
+        yield (
+            'the package deep_ep, which parallel.dispatcher = "deepep" needs; the run checks this '
+            "at its start"
+        )
 
 
 def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
-    """List reasons why ranks cannot read each other's memory; at a start, `peer_memory.check_host`
-    finds them."""
+    """List settings for which ranks would have to read the memory of another host.
+
+    Each is a reason against the run. At the start of a run, `check_host` of
+    `dtron.parallelisms.expert.peer_memory` refuses such a run.
+    """
     parallel = run.config.parallel
     if parallel.copy_engines:
         for what, ranks, inside in sharing(run, hardware.host):
-            fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
+            fix = f"shard {what} inside a host (parallel.dp_shard, dp_replicate)"
             yield from _split_hosts("parallel.copy_engines", what, ranks, inside, fix, hardware)
     if parallel.dispatcher in ("symmetric_memory", "deepep"):
         ranks, inside = expert_group(run, "ep", hardware.host)
-        fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
+        fix = 'use fewer ranks (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         key = f'parallel.dispatcher = "{parallel.dispatcher}"'
         yield from _split_hosts(key, "experts", ranks, inside, fix, hardware)
 
@@ -81,8 +88,9 @@ def _split_hosts(
 ) -> Iterator[str]:
     if inside < ranks:
         yield (
-            f"{key}: {ranks} ranks share {what}, of which a host of {hardware.host} GPUs "
-            f"({hardware.name}) has {inside}, and cannot read each other's memory; {fix}"
+            f"{key}: {ranks} ranks share {what}, but only {inside} of these ranks are in one host "
+            f"of {hardware.host} GPUs ({hardware.name}); ranks cannot read another host's memory; "
+            f"{fix}"
         )
 
 
@@ -106,8 +114,14 @@ def _nearest(
 
 
 def _is_legal(config: RunConfig, world_size: int, hardware: Hardware | None) -> bool:
-    """Whether no rule refuses a run. Hosts are looked at first: other rules need the order of the
-    pipeline, which takes seconds for a long one. Raises ConfigError: a degree is impossible."""
+    """Whether the run is legal.
+
+    `far_memory` is checked first: it is fast, while other checks compute the pipeline schedule,
+    which can take seconds.
+
+    Raises:
+        ConfigError: a parallel degree is impossible with `world_size` ranks.
+    """
     run = Resolved(config, world_size, Resolved.model_of(config), None, None)
     if hardware is not None and any(far_memory(run, hardware)):
         return False
@@ -123,12 +137,15 @@ def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
 def _batches(
     config: RunConfig, world_size: int, found: tuple[str, ...]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """List values near the run's train.global_batch, if that is a reason against the run."""
+    """Yield (size of the change, key and value) for values near train.global_batch.
+
+    Yield nothing unless a reason against the run names that key.
+    """
     if not any(BATCH in reason for reason in found):
         return
     try:
         degrees = config.degrees(world_size)
-    except ConfigError:  # the batch can be checked only once other reasons are gone
+    except ConfigError:  # other reasons must be fixed first
         return
     ranks = degrees["dp_replicate"] * degrees["dp_shard"] * config.train.micro_batch
     batch = config.train.global_batch
@@ -141,9 +158,11 @@ def _batches(
 def _inside_hosts(
     config: RunConfig, world_size: int, found: tuple[str, ...]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """List changes that avoid reading other hosts' memory: more replicas of fewer shards or no copy
-    engines, and all-to-all dispatch."""
-    bounded = "ep_capacity" in config.parallel.model_fields_set  # all-to-all dispatch ignores it
+    """Yield (size of the change, keys and values) for changes that keep memory accesses in a host.
+
+    These changes are all-to-all dispatch, no copy engines, or more replicas with fewer shards.
+    """
+    bounded = "ep_capacity" in config.parallel.model_fields_set  # has no effect with all_to_all
     if not bounded and any(reason.startswith("parallel.dispatcher") for reason in found):
         yield 1.0, {"dispatcher": "all_to_all"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
@@ -159,7 +178,7 @@ def _inside_hosts(
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
-    """List (size of the change, keys) for changes of one degree and of two."""
+    """Yield (size of the change, keys and values) for changes of one or two degrees."""
     parallel = config.parallel
     free = {} if parallel.dp_shard == -1 else {"dp_shard": -1}
     options = {key: _nearby(key, getattr(parallel, key)) for key in _VARIED}
@@ -184,8 +203,10 @@ def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
 
 
 def _nearby(key: str, value: int) -> list[int]:
-    """Yield values of a degree some factors away; stages_per_rank = 0, the schedule's default, is
-    kept."""
+    """List the products of a degree with _FACTORS, and 1, without the degree itself.
+
+    Empty for stages_per_rank = 0, the schedule's default, which is not varied.
+    """
     if key == "stages_per_rank" and value == 0:
         return []
     near = {int(value * factor) for factor in _FACTORS} | {1}

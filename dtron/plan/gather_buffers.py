@@ -1,4 +1,4 @@
-"""Memory of the stream on which FSDP gathers parameters, under the allocator's rules."""
+"""Memory that the caching allocator reserves for FSDP's all-gather stream."""
 
 import functools
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dtron.plan.allocator import Block, Pool
 
 Gather = tuple[int, int]
-"""Bytes of a unit's gathered parameters, and of this rank's shard in the dtype of computation."""
+"""(bytes of gathered parameters, bytes of the rank's shard after its cast; 0: no cast)."""
 
 
 @functools.lru_cache(maxsize=1024)
 def gathered_through(
     sizes: Sequence[Sequence[Gather]], depth: int, again: bool, stays: bool
 ) -> int:
-    """Bytes that the stream of all-gathers reserves over steps.
+    """Return the bytes that the allocator reserves for FSDP's all-gather stream.
 
-    In the forward, a gather's buffer is freed when the next gather is copied out of its own; in the
-    backward, when it is itself copied out. The large buffers of embedding and head cannot share a
-    block while a layer's buffer lies in it.
+    An all-gather's buffer is freed in the forward when the next all-gather is copied out, in the
+    backward when this all-gather is copied out. The large buffers of embedding and head cannot
+    reuse a block while a layer's buffer is in it.
 
     Args:
         sizes: all-gathers of each unit, in the order of the forward.
-        depth: number of units gathered ahead.
+        depth: number of units to prefetch.
         again: whether the backward gathers units a second time.
         stays: whether the last unit is still gathered in the backward.
     """

@@ -1,15 +1,15 @@
 """Rates of GPUs and the links between them, as a table; each row names its source.
 
-    matmuls time = max(FLOPs / (ceiling x tiles x sums), bytes / bandwidth) + launch
-                 tiles: 128 x 256 tiles fill the multiprocessors in whole waves
+    matmuls      max(FLOPs / (ceiling x tiles x sums), bytes / rate of a copy) + launch
+                 tiles: fraction of full 128 x 256 tiles, in whole waves over multiprocessors
                  sums: k / (k + depth)
-    attention    FLOPs of the causal half over measured rates
-    elementwise  bytes over the rate of a copy
+    attention    FLOPs of the causal half / measured rates
+    elementwise  bytes / rate of a copy
     collectives  latency x hops + bytes on the busiest link / its rate
 
 Rates of collectives are bus bandwidths: a rank sends n (r - 1) / r bytes of an all-gather of n
-bytes over r ranks. A group that spans hosts runs at the speed of their network: every GPU has its
-own adapter, and the GPUs of a group in one host share the group's traffic.
+bytes over r ranks. A group that spans hosts runs at the speed of their network: every GPU has a
+network adapter, and the adapters of a group's GPUs in one host share the group's traffic.
 
 `dtron plan calibrate` writes a row as a file, which `hardware` reads.
 """
@@ -43,9 +43,9 @@ HOST = (
 )
 """Host seconds per call, by kind, on an H200 server (a virtual machine) with torch 2.11.0+cu130,
 2026-11-22. From a trace of two host-bound steps of the 16B mixture on 2 GPUs (tp 2, ep 2, zero 3,
-full recomputation, micro-batches of 1 x 4,096): each kind's own time over its number of calls. The
+full recomputation, micro-batches of 1 x 4,096): each kind's self time over its number of calls. The
 profiler slows a step from 1.547 s to 2.159 s; all times are multiplied by 0.717, assuming that all
-kinds slow down alike. Rows of hosts that were not measured have none."""
+kinds slow down alike. Rows of hosts that were not measured have no `calls`."""
 
 
 OVERLAP = (
@@ -59,8 +59,8 @@ OVERLAP = (
     ("copy", "reduce_scatter", 0.850, 0.531),
 )
 """Rates under overlap on two H200, torch 2.11.0+cu130, 2026-11-23, measured by
-`dtron.plan.overlap`: means of the table in benchmarks/PLANNING.md. Other rows, which were not
-measured, use them too."""
+`dtron.plan.overlap`: means of the table in benchmarks/PLANNING.md. Rows of GPUs that were not
+measured use these rates too."""
 
 
 Rate = Annotated[float, Field(ge=1, le=1e20)]
@@ -68,12 +68,12 @@ Bytes = Annotated[float, Field(ge=1e3, le=1e18)]
 Seconds = Annotated[float, Field(ge=0, le=10)]
 Fraction = Annotated[float, Field(ge=1e-3, le=10)]
 Count = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-"""Bounds of the figures of a row: from larger and smaller ones a prediction is inf or nan."""
+"""Types of a row's values, with bounds that keep predictions finite."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine. Rates are per second and GPU."""
+    """Rates of one kind of machine, per second and GPU."""
 
     name: str
     source: str
@@ -89,9 +89,9 @@ class Hardware:
     outside: Annotated[float, Field(ge=0, le=1e16)]
     """Bytes of device memory outside the allocator: CUDA context, NCCL, libraries."""
     copy: Rate
-    """Bytes per second that a copy reads and writes."""
+    """Bytes per second of a copy, read plus written."""
     attention: tuple[Rate, Rate]
-    """FLOP/s of causal attention, forward and backward, with its fastest kernel and head width 128;
+    """FLOP/s of causal attention, forward and backward, with the fastest kernel and head width 128;
     the backward's FLOPs are counted as twice the forward's."""
     host: Count
     """GPUs per host."""
@@ -100,7 +100,7 @@ class Hardware:
     nvlink: Rate
     """Bus bandwidth of a large all-gather inside the NVLink domain, bytes per second."""
     network: Rate
-    """Bandwidth of a GPU's network adapter that collectives reach, bytes per second."""
+    """Bandwidth that collectives reach on a GPU's network adapter, bytes per second."""
     latency: tuple[Seconds, Seconds]
     """Latency per hop over NVLink and over the network, seconds."""
     launch: Seconds
@@ -110,23 +110,23 @@ class Hardware:
     host_memory: Bytes
     """Bytes of host memory."""
     depth: Annotated[float, Field(ge=0, le=1e6)] = 96
-    """Length of a matmul's sums at which it reaches half of its rate."""
+    """Inner dimension k at which a matmul reaches half of its full rate."""
     narrow: Fraction = 0.75
     """Fraction of attention's rates that heads narrower than 128 reach."""
     wide: tuple[Fraction, Fraction] = (0.71, 0.57)
-    """Fractions that heads wider than 128 reach, forward and backward together: with values
-    narrower than keys, and with equal widths. From an H200 with cuDNN (benchmarks/RESULTS.md): keys
+    """Fractions of attention's rates that heads wider than 128 reach in both forward and backward:
+    (values narrower than keys, equal widths). From an H200 with cuDNN (benchmarks/RESULTS.md): keys
     of 192 with values of 128; the mean of 192 with padded values and of 256."""
     kinds: tuple[tuple[str, Fraction], ...] = ()
     """Fraction of `nvlink` that collectives reach, by kind; kinds not listed reach all of it."""
     issue: Seconds = 50e-6
-    """Seconds that the host takes to issue a collective, which is the time of a small one."""
+    """Host seconds to issue a collective: the minimum time of a collective without overlap."""
     overlap: tuple[tuple[str, str, Fraction, Fraction], ...] = OVERLAP
-    """Rates under overlap: (kind of `dtron.plan.compute_time.Work`, collective, fraction of its
-    rate that the work keeps, fraction that the collective keeps)."""
+    """Rates under overlap: (kind of computation in `dtron.plan.compute_time.Work`, collective,
+    fraction of its rate that the computation keeps, fraction that the collective keeps)."""
     calls: tuple[tuple[str, Seconds], ...] = ()
-    """Host seconds per call, by kind (`dtron.plan.host_overhead`); empty: not measured, the host is
-    assumed to keep up."""
+    """Host seconds per call, by kind (`dtron.plan.host_overhead`); empty: not measured, counted as
+    0."""
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -149,7 +149,7 @@ class Hardware:
         filled = waves / -(-tiles // self.multiprocessors)
         used = m * n / (tiles * _TILE[0] * _TILE[1])
         rate = self.ceiling_float8 if float8 and self.ceiling_float8 else self.ceiling
-        # For deep sums schedulers split the last wave, which recovers half of its idle time.
+        # GEMM kernels split the last wave along k, which recovers half of its idle time.
         filled = 0.5 + 0.5 * filled
         compute = flops / (rate * filled * max(used, 0.05) * k / (k + self.depth))
         traffic = 2.0 * (m * k + groups * k * n + m * n) / self.copy
@@ -159,18 +159,21 @@ class Hardware:
         """Seconds of causal attention, forward or backward.
 
         Args:
-            flops: of the half that the causal mask leaves.
+            flops: FLOPs of the half of the scores that the causal mask leaves.
             width: width of a head's keys.
-            values: width of a head's values, as the kernel gets them.
+            values: width of a head's values in the kernel, after padding.
         """
         share = self.narrow if width < 128 else 1.0 if width == 128 else self.wide[values == width]
         return flops / (self.attention[backward] * share) + self.launch
 
     def left(self, work: str, collective: str) -> tuple[float, float]:
-        """Fractions of their rates that a kind of work and a collective keep while overlapped.
+        """Return the fractions of full speed of (computation, collective) while both overlap.
 
+        Args:
+            work: kind of computation, such as "matmul".
+            collective: kind of collective, such as "all_gather".
         Raises:
-            ConfigError: the row has no such pair.
+            ConfigError: the hardware row has no rates for this pair.
         """
         for kind, sent, own, other in self.overlap:
             if (kind, sent) == (work, collective):
@@ -187,7 +190,7 @@ class Hardware:
             kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
             size: bytes of a rank's input or output, whichever is larger.
             ranks: number of ranks of the group.
-            inside: how many of them are in one NVLink domain.
+            inside: number of these ranks in one NVLink domain.
         """
         if ranks == 1 or size == 0:
             return 0.0
@@ -199,12 +202,12 @@ class Hardware:
         return hop * hops(kind, ranks, inside) + moved(kind, size, ranks, inside) / rate
 
     def alone(self, kind: str, size: float, ranks: int, inside: int) -> float:
-        """Seconds of one collective that nothing overlaps, at least the host's time to issue it."""
+        """Seconds of one collective without overlap: at least the host's time to issue it."""
         return max(self.issue, self.collective(kind, size, ranks, inside))
 
 
 def hops(kind: str, ranks: int, inside: int) -> float:
-    """Number of hops whose latencies a collective pays."""
+    """Number of hops of a collective; each costs a latency."""
     if kind == "send":
         return 1
     if inside >= ranks:
@@ -213,7 +216,7 @@ def hops(kind: str, ranks: int, inside: int) -> float:
 
 
 def moved(kind: str, size: float, ranks: int, inside: int) -> float:
-    """Bytes that a rank sends over the slowest link; arguments as for `Hardware.collective`."""
+    """Bytes that a rank sends over the slowest link; arguments: see `Hardware.collective`."""
     if kind == "send":
         return size
     if kind == "all_to_all" and inside < ranks:
@@ -222,8 +225,10 @@ def moved(kind: str, size: float, ranks: int, inside: int) -> float:
 
 
 def adapters(kind: str, inside: int) -> int:
-    """Number of a host's adapters that carry what `moved` counts: rings and trees enter a host
-    once."""
+    """Number of network adapters that share the bytes of `moved`.
+
+    Rings and trees use the adapters of all `inside` ranks in a host.
+    """
     return 1 if kind in ("send", "all_to_all") else inside
 
 
@@ -300,8 +305,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def of_device(device: torch.device) -> Hardware:
-    """Return the row of this machine's GPUs, or the default row without GPUs or for unknown
-    ones."""
+    """Return the row of a device's GPU; the default row for a CPU or an unknown GPU."""
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     return HARDWARE[next((row for row in HARDWARE if row in name), DEFAULT)]
 
@@ -310,14 +314,14 @@ def hardware(name: str, **changed: Any) -> Hardware:
     """Return a row of HARDWARE, or of a file written by `dtron plan calibrate`.
 
     Raises:
-        ConfigError: there is no row of this name, or the file holds none.
+        ConfigError: no row has this name, or the file has no valid row.
     """
     if name.endswith(FILES):
         return replace(_of_file(Path(name)), **changed)
     if name not in HARDWARE:
         raise ConfigError(
             f"--hardware {name} is not known{nearest(name, HARDWARE)}; use {', '.join(HARDWARE)} "
-            "or a file of dtron plan calibrate, NAME.toml or NAME.json"
+            "or a file from dtron plan calibrate, NAME.toml or NAME.json"
         )
     return replace(HARDWARE[name], **changed)
 
@@ -326,14 +330,14 @@ def _of_file(path: Path) -> Hardware:
     try:
         text = read_text(path, TOML_BYTES)
         values = parse(text) if path.suffix == ".json" else parse_toml(text)
-        assert isinstance(values, dict), "it is not a table"
+        assert isinstance(values, dict), "it has no fields of a row"
     except FileNotFoundError:
         raise ConfigError(
             f"--hardware {path}: no such file; dtron plan calibrate writes it"
         ) from None
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(f"--hardware {path}: {cause_of(error, path)}") from None
-    values.pop("calibration", None)  # measurements, for human readers
+    values.pop("calibration", None)  # measurements, which a plan does not use
     known = [field.name for field in fields(Hardware)]
     for key in values:
         if key not in known:

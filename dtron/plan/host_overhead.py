@@ -1,7 +1,7 @@
 """Time that the host needs to issue a step.
 
-A GPU computes what the host has queued, and idles if the host is slower. The host's work is counted
-in calls, each of which costs a fixed time, whatever its size:
+A GPU computes what the host has queued, and idles if the host is slower. The host's time is counted
+in calls. A call of a kind costs the same time for any size of its tensors:
 
     graph       a call of a compiled graph: in the forward, recomputation or backward
     parameter   a DTensor parameter of such a call: torch's runtime unwraps it and wraps its
@@ -10,13 +10,13 @@ in calls, each of which costs a fixed time, whatever its size:
     operation   an eager operation, or the backward of one
     collective  a collective that computation waits for, including the wait
     unit        an FSDP unit's hooks, forward and backward, with its gathers and Python code
-    reduction   a reduction of a unit's gradients; for unshared parameters, an operation each
+    reduction   a reduction of a unit's gradients; without it, each parameter is an operation
     counts      a wait of the host for the number of tokens per expert
     update      the optimizer's update of one parameter
 
 A block is one graph. If its experts' dispatcher cannot be in a graph, it is CUT graphs with ROUTED
-eager operations between them. `recompute.mode = "full"`, and every mode of an eager block, calls
-all of them once more. KERNELS, ROUTING and ROUTED are counted in a trace of the 16B mixture and
+eager operations between them. `recompute.mode = "full"`, and every mode of an eager block, repeats
+the calls of the forward. KERNELS, ROUTING and ROUTED are counted in a trace of the 16B mixture and
 scaled to other models by their number of matmuls. Copies between host and device, data, logging and
 the pipeline executor are not counted. Times per call are in the rows of `dtron.plan.hardware`,
 which says how they were measured.
@@ -24,9 +24,9 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
-from dtron.parallelisms.expert.expert_parallel import in_graphs
+from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
-from dtron.plan.compute_time import matmuls
+from dtron.plan.compute_time import matmuls, repeated
 from dtron.plan.hardware import HOST
 from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
@@ -36,16 +36,19 @@ CUT = 4
 """Graphs of a block with experts on other ranks: before dispatch, overlapped with dispatch, the
 experts' elementwise part, and after combine."""
 ROUTED = (32, 18)
-"""Eager operations of such a block, forward and backward: sorting, message sizes, experts'
-matmuls."""
+"""Eager operations between the graphs of such a block in (forward, backward): sorting, message
+sizes, matmuls of experts."""
 KERNELS = (3, 6)
-"""Kernels of a graph per matmul, including the matmul, forward and backward."""
+"""Kernels of a graph per matmul, including the matmul, in (forward, backward)."""
 ROUTING = 39
 """Kernels of a router's forward: scores, choice, loads, order of token copies."""
 
 
 def host_seconds(run: Resolved, rank: int, prices: Mapping[str, float]) -> float:
-    """Seconds that the host of a pipeline rank needs to issue a step."""
+    """Return the seconds that the host of a pipeline rank needs to issue a step.
+
+    `prices`: seconds per call, by kind.
+    """
     return sum(prices.get(name, 0.0) * count for name, count in calls(run, rank).items())
 
 
@@ -62,7 +65,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
             found["reduction"] += 0 if keeps else reduces * hooked
         held = [each for kind in every for each in sizes(run, kind)]
         kept = [run.keeps_experts if each.separate else run.keeps_dense for each in held]
-        # Every unit casts and sums before its reduction.
+        # Each gradient that is not reduced is cast or summed.
         found["operation"] += reduces * sum(kept)
         found["update"] += len(held)
         for name, count in _of_stage(run, stage).items():
@@ -74,7 +77,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
 
 
 def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
-    """Count the calls per micro-batch through blocks and loss."""
+    """Count the calls of each kind per micro-batch in a stage's blocks and loss."""
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     alike: dict[tuple[str, bool], dict[str, float]] = {}
     for index in stage.layers:
@@ -93,10 +96,13 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     separate = run.experts["ep"] * run.experts["etp"] > 1
     leaves = mixture and separate and not in_graphs(run.config.parallel.dispatcher)
     again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
-    forwards = 2 if again else 1
+    whole = run.recomputes_whole(layer)
+    forwards = 2 if again and whole else 1
     inside = [p for p in matmuls(run, run.kind(layer)) if not (leaves and p.module == "experts")]
     forward, backward = (each * len(inside) for each in KERNELS)
     kernels = forwards * (forward + ROUTING * mixture) + backward
+    if again and not whole:
+        kernels += KERNELS[0] * len(repeated(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
     if leaves:
         found["operation"] = forwards * ROUTED[0] + ROUTED[1]

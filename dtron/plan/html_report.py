@@ -1,5 +1,5 @@
-"""A plan as one HTML page without other files: the time of a step by part and what a training
-costs, memory by class and rank, the pipeline's timeline with the predicted time of each action,
+"""A plan as one HTML page without external files: parts of a step's time, cost of the training,
+memory by class and rank, the pipeline's timeline with the predicted time of each action,
 communication by link, and the search's layouts by memory and speed. Pictures are SVG."""
 
 import html
@@ -33,22 +33,22 @@ COLOURS = (
 )  # fmt: skip
 _WIDTH, _LEFT, _ROW = 1100, 90, 26
 _LEGEND = 6
-"""Entries of a legend's row."""
+"""Entries per row of a legend."""
 
 
 def page(
     run: Resolved, plan: dict[str, Any], hardware: Hardware, searched: SearchResult | None = None
 ) -> str:
-    """The page.
+    """Return the HTML page of a plan.
 
     Args:
-        plan: of `whole.plan`, legal.
-        searched: of the search that found the run, if there was one.
+        plan: result of `dtron.plan.plan.plan` for a legal run.
+        searched: result of the search that found the run; None: no search.
     """
     title = f"{_model(run, plan)} on {run.world_size} x {hardware.name}"
     time = plan["time"]
     text = (
-        f"Predicted, not measured: {number(time['step_seconds'])} s a step, "
+        f"Predicted, not measured: {number(time['step_seconds'])} s per step, "
         f"{time['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, MFU {time['mfu']['full']:.1%} (full)."
     )
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{text}</p>", _degrees(plan["parallel"])]
@@ -69,7 +69,7 @@ def page(
 
 
 def _model(run: Resolved, plan: dict[str, Any]) -> str:
-    """Name and size; of a size that is overridden the number of parameters."""
+    """Return the model's name and size; with overrides, its name and number of parameters."""
     name, size = run.config.model.name, run.config.model.size
     if run.model == model_config(name, size):
         return f"{name} {size}"
@@ -84,18 +84,18 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ticks(most: float) -> list[float]:
-    """4 to 10 round numbers from 0 to at most `most`, which is above 0: steps of 1, 2 or 5."""
+    """Return axis ticks from 0 to at most `most` > 0, in steps of 1, 2 or 5 times a power of 10."""
     power = 10.0 ** math.floor(math.log10(most / 4))
     step = next(n * power for n in (5, 2, 1) if most / (n * power) >= 4)
     return [i * step for i in range(int(most / step) + 1)]
 
 
 def _x_axis(y: float, most: float, scale: float) -> list[str]:
-    """GiB along the bottom, at a height.
+    """Draw an axis in GiB below the height y.
 
     Args:
         most: bytes at the right end.
-        scale: pixels of a byte.
+        scale: pixels per byte.
     """
     parts = []
     for tick in ticks(most / GIB):
@@ -111,7 +111,7 @@ def _degrees(parallel: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, Any]) -> str:
-    """A bar a rank, in classes; a line where the device ends."""
+    """Draw a bar per pipeline rank, split by class, and a line at the device's limit."""
     ranks, limit = memory["ranks"], memory["limit"]
     most = max(limit, *(sum(rank["classes"].values()) for rank in ranks))
     scale, parts = (_WIDTH - _LEFT - 60) / most, []
@@ -132,8 +132,8 @@ def _memory(memory: dict[str, Any]) -> str:
         x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
         parts += [key(x, y + 10, colour, name)]
     text = (
-        "<p>What is allocated at the peak of a step. Numbers are the GiB that the "
-        f"allocator holds; the dashed line is {limit / GIB:.1f} GiB, which have to hold them.</p>"
+        "<p>Bars: memory allocated at the peak of a step. Numbers: GiB that the allocator "
+        f"reserves. Dashed line: {limit / GIB:.1f} GiB, the limit.</p>"
     )
     return picture(_WIDTH, bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
 
@@ -143,19 +143,22 @@ def _device_end(x: float, bottom: int) -> str:
 
 
 def _pipeline(times: Timeline, run: Resolved, time: dict[str, Any]) -> str:
-    """The first micro-batches, drawn as docs/pipeline.md draws schedules."""
+    """Draw the first micro-batches, in the style of docs/pipeline.md."""
     shown = max(span.action.micro_batch or 0 for row in times.spans for span in row) + 1
     caption = (
-        f"{shown} of {run.micro_batches} micro-batches, without communication: ranks are idle for "
-        f"{times.bubble_of_total:.2%} of this, in the mean. Bubble of the whole step, of its "
-        f"slowest rank: {time['bubble_of_step']:.2%}"
+        f"{shown} of {run.micro_batches} micro-batches, without communication; mean idle time of a "
+        f"rank: {times.bubble_of_total:.2%} of the drawn time. Bubble of the step, slowest rank: "
+        f"{time['bubble_of_step']:.2%}"
     )
     return draw(times, f"{run.config.parallel.schedule}, times of each stage as predicted", caption)
 
 
 def _front(searched: SearchResult, room: float) -> str:
-    """Every layout a dot that tells which it is; those that none beats in both are joined, and a
-    line stands where the device ends. Below, the best ones by name."""
+    """Draw the layouts as dots, and list the best layouts below.
+
+    A dot has the layout's name as tooltip. The Pareto front is a line, the device's limit a dashed
+    line.
+    """
     height, points = 320, searched.seen
     x_most = max(room * 1.02, *(point.n_bytes * 1.05 for point in points))
     y_most = max(point.speed for point in points) * 1.05

@@ -1,12 +1,13 @@
 """Measurements of `dtron plan calibrate`, and the fields of a hardware row they determine.
 
-    matmuls       shapes of transformers' layers, forward and both gradients: the ceiling is the
-                  median of the ceilings that they imply; `depth` makes these agree best
-    attention     every kernel available here; the one with the fastest forward plus backward
-    collectives   seconds = max(issue, hops x latency + bytes moved / rate): small ones take the
-                  time that the host needs to issue them, whatever their size. Each kind is fitted
-                  by least squares of relative errors over larger sizes; latency and issue are
-                  medians over kinds, and rates are refitted with that latency
+    matmuls       shapes of transformer layers, forward and both gradients. Each time implies a
+                  ceiling; `ceiling` is the median. `depth` is the value for which the implied
+                  ceilings agree best
+    attention     every available kernel is timed; the fastest in forward plus backward counts
+    collectives   seconds = max(issue, hops x latency + bytes moved / rate). A small collective of
+                  any size takes `issue`, the time in which the host issues it. For each kind, the
+                  line is fitted to the larger sizes, by least squares of relative errors. Latency
+                  and issue are medians over kinds; rates are fitted again with that latency
 
 Every rank measures at the same time, as ranks compute at the same time in training.
 """
@@ -38,8 +39,8 @@ from dtron.run.process import Place, environment_integer
 Shapes = tuple[tuple[int, ...], ...]
 DTYPE = torch.bfloat16
 MATMULS: Mapping[str, Shapes] = {
-    # (tokens, input features, output features): Llama-3-8B's layers, a part of its head, fewer
-    # tokens, its layers under tp 4, an expert's layer, and a square.
+    # (tokens, input features, output features): layers of Llama-3-8B, a part of its head, fewer
+    # tokens, its layers with tp = 4, a layer of an expert, and a square.
     "cuda": (
         (16384, 4096, 4096),
         (16384, 4096, 1024),
@@ -73,7 +74,7 @@ DEPTHS = range(0, 513, 16)
 
 @dataclass
 class Calibration:
-    """Measurements as lists for human readers, and the resulting fields of a hardware row."""
+    """Lists of measurements, and the resulting fields of a hardware row."""
 
     found: dict[str, Any] = field(default_factory=dict)
     """Fields of Hardware, except those of links."""
@@ -81,7 +82,7 @@ class Calibration:
     attention: list[dict[str, Any]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
     overlap: list[dict[str, Any]] = field(default_factory=list)
-    """Seconds of work and collectives, alone and overlapped."""
+    """Seconds of computations and collectives, alone and overlapped."""
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ _Times = tuple[tuple[int, int, int], float]
 
 
 def _layer_matmuls(shape: Sequence[int], float8: bool, device: torch.device) -> Iterator[_Times]:
-    """Time a layer's three matmuls: forward and both gradients."""
+    """Yield (shape, seconds) of a linear layer's three matmuls: forward and both gradients."""
     m, k, n = shape
     times = _float8_seconds if float8 else matmul_seconds
     parts = times(StepMatmul(m, k, n, 1), DTYPE, device)
@@ -137,7 +138,10 @@ def _layer_matmuls(shape: Sequence[int], float8: bool, device: torch.device) -> 
 def _float8_seconds(
     matmul: StepMatmul, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """Like `matmul_seconds`, for operands already cast by the tensorwise recipe."""
+    """Return the seconds of a float8 linear layer's (forward, input gradient, weight gradient).
+
+    The operands are cast before the timing, by the tensorwise recipe.
+    """
     recipe, (m, k, n) = RECIPES["tensorwise"], (matmul.m, matmul.k, matmul.n)
     assert recipe.grad_weight is not None
     found = []
@@ -155,18 +159,21 @@ def _float8_seconds(
 
 
 def _implied(row: Hardware, times: Sequence[_Times]) -> list[float]:
-    """The ceiling at which the row predicts each matmul's measured time."""
+    """Return for each matmul the ceiling, in FLOP/s, that explains the measured time.
+
+    With this ceiling, the hardware row predicts that time.
+    """
     unit = replace(row, ceiling=1.0, ceiling_float8=0.0, launch=0.0)
     return [unit.product(*shape) / max(time - row.launch, 0.1 * time) for shape, time in times]
 
 
 def fitted_ceiling(row: Hardware, times: Sequence[_Times]) -> float:
-    """Median over matmuls of the implied ceilings, FLOP/s."""
+    """Median of the ceilings that matmuls imply, FLOP/s."""
     return statistics.median(_implied(row, times))
 
 
 def fitted_depth(row: Hardware, times: Sequence[_Times]) -> float:
-    """The depth at which the implied ceilings scatter least."""
+    """Return the value of `Hardware.depth` for which the implied ceilings scatter least."""
 
     def scatter(depth: int) -> float:
         return statistics.pstdev(map(math.log, _implied(replace(row, depth=depth), times)))
@@ -200,12 +207,15 @@ def _attention(made: Calibration, device: torch.device) -> None:
         rates[shape] = (flops / best["forward"], 2 * flops / best["backward"])
     wide, narrow = rates.values()
     made.found["attention"] = wide
-    # One fraction that gives the measured time of forward plus backward of narrow heads.
+    # One fraction, with which the row predicts forward plus backward of narrow heads.
     made.found["narrow"] = _together(narrow) / _together(wide)
 
 
 def fastest(rows: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> Mapping[str, Any]:
-    """The row of `Calibration.attention` with the fastest forward and backward of a shape."""
+    """Return the row of `Calibration.attention` that is fastest for a shape.
+
+    The time is that of forward plus backward.
+    """
     own = [each for each in rows if each["shape"] == shape]
     return min(own, key=lambda each: each["forward"] + each["backward"])
 
@@ -220,8 +230,10 @@ def _together(rates: tuple[float, float]) -> float:
 def collective_call(
     kind: str, size: int, group: Any, device: torch.device, dtype: torch.dtype = DTYPE
 ) -> Callable[[], Any]:
-    """Return a function that issues a collective of `size` bytes, as `Hardware.collective` counts
-    them."""
+    """Return a function that issues a collective.
+
+    `size`: bytes of a rank's input or output, whichever is larger.
+    """
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=device)
     part = torch.zeros(len(whole) // ranks, dtype=dtype, device=device)
@@ -233,7 +245,7 @@ def collective_call(
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         }[kind]
-    # The first half of a group sends to the second, on other hosts if there are several.
+    # The first half of a group sends to the second half; with several hosts, to other hosts.
     half = ranks // 2
     if own < half:
         return lambda: dist.send(whole, group=group, group_dst=own + half)
@@ -243,11 +255,12 @@ def collective_call(
 
 
 def measure_links(made: Calibration, place: Place, device: torch.device) -> Any:
-    """Measure collectives among the ranks of each host, and among all ranks if there are several
-    hosts.
+    """Measure collectives among the ranks of each host.
+
+    With several hosts, also measure those among all ranks.
 
     Returns:
-        The group of this host's ranks, or of all ranks if this host has one.
+        The group of this host's ranks, or the group of all ranks if this host has one rank.
     """
     inside = environment_integer("LOCAL_WORLD_SIZE", place.world_size, 1, MAX_RANKS)
     starts = range(0, place.world_size, inside)
@@ -271,7 +284,7 @@ def _links(made: Calibration, group: Any, inside: int, device: torch.device) -> 
 
 
 def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, Any]:
-    """Fit the fields of Hardware to rows of `Calibration.collectives`.
+    """Fit the fields of Hardware for links to the rows of `Calibration.collectives`.
 
     Raises:
         TrainingError: larger sizes do not take longer.
@@ -290,7 +303,7 @@ def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, 
         }
         fits = {kind: fit(each) for kind, each in points.items()}
         hop = statistics.median(f.start / hops(kind, ranks, inside) for kind, f in fits.items())
-        rates = {  # a kind that the one latency leaves nothing of keeps its own line's rate
+        rates = {  # the rate of the kind's own fit if the common latency exceeds its times
             kind: rate_of(points[kind][f.small :], hop * hops(kind, ranks, inside)) or f.rate
             for kind, f in fits.items()
         }
@@ -309,18 +322,20 @@ def link_fields(rows: Sequence[Mapping[str, Any]], base: Hardware) -> dict[str, 
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted time of one kind of collective by size: max(floor, start + bytes / rate)."""
+    """Fitted seconds of one kind of collective: max(floor, start + bytes / rate)."""
 
     floor: float
     start: float
     rate: float
     small: int
-    """Number of sizes, from the smallest, that the floor was fitted to."""
+    """Number of smallest sizes to which `floor` is fitted."""
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """Fit a floor and a line to ascending (bytes, seconds): the floor is the median of the smallest
-    sizes, the line is fitted to the others; the split has the least squares of relative errors.
+    """Fit a constant and a line to points (bytes, seconds) in ascending order.
+
+    The constant is the median time of the smallest sizes; the line is fitted to the larger sizes.
+    The number of smallest sizes is that with the least sum of squared relative errors.
 
     Raises:
         TrainingError: larger sizes do not take longer.
@@ -341,12 +356,15 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
         return sum((s / t - 1) ** 2 for s, (_, t) in zip(said, points, strict=True))
 
     best = min(map(off, fits))
-    return next(each for each in fits if off(each) <= best + 1e-12)  # the fewest small ones
+    return next(each for each in fits if off(each) <= best + 1e-12)  # with the fewest small sizes
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
-    """Fit (seconds at 0 bytes, bytes per second) by least squares of relative errors; None: larger
-    sizes take no longer."""
+    """Fit a line to times; return (seconds at 0 bytes, bytes per second).
+
+    The fit minimises the squares of relative errors. Bytes per second None: larger sizes take no
+    longer.
+    """
     n_bytes, times = np.array(points).T
     columns = np.stack([1 / times, n_bytes / times], axis=1)
     start, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
@@ -356,8 +374,11 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
 
 
 def rate_of(points: Sequence[tuple[float, float]], start: float) -> float | None:
-    """Fit bytes per second for a given start by least squares of relative errors; None: larger
-    sizes take no longer than the start."""
+    """Fit bytes per second to times, for a given time `start` at 0 bytes.
+
+    The fit minimises the squares of relative errors. None: larger sizes take no longer than
+    `start`.
+    """
     n_bytes, times = np.array(points).T
     share = n_bytes / times
     slope = (share * (1 - start / times)).sum() / (share**2).sum()

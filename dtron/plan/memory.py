@@ -1,23 +1,23 @@
-"""Memory of each pipeline rank: bytes by class at the peak of a step, and what the allocator holds.
+"""Memory of each pipeline rank: bytes by class at the peak of a step, and reserved bytes.
 
     parameters   shards of the float32 master weights
     optimizer    shards of the moments, allocated in the first update
-    gathered     weights in the dtype of computation: all (zero 1 and 2, or unshared), or those of
-                 the computing unit
-    gradients    float32 shards, or unsharded gradients while they accumulate over the step, with
-                 the rows of other tp ranks of an embedding's until they are reduced
-    reduction    the buffer that a unit's gradients are sent from, until the next reduction
-    activations  tensors kept by blocks, for all micro-batches in flight
+    gathered     weights in the dtype of computation: all weights with zero 1 and 2 or without
+                 sharding, else the weights of the unit that computes
+    gradients    float32 shards, or unsharded sums over micro-batches; an embedding's gradient has
+                 the rows of other tp ranks until it is reduced
+    reduction    send buffer of a unit's reduction, until the next reduction
+    activations  tensors that blocks keep, of all micro-batches in flight
     working      one block's recomputed tensors, temporaries and gradients of hidden states
     logits       logits and their gradient, on the rank with the head
-    buffers      outputs of collectives, on separate streams
+    buffers      context parallelism's keys and values, and symmetric memory
 
-Both are replays of a step's tensors (`dtron.plan.replay`). `peak` is the most that is allocated at
-one time. `reserved` is what the allocator holds, and what must fit; the allocator does not share
-memory between streams: gradient shards, made on the reduction stream, come on top of the
-activations freed before them. Gradients of unshared parameters are made on the computation stream.
-The CUDA context, NCCL's channels and libraries are `outside` the allocator; hardware rows give
-their size.
+`peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds; it must
+fit the device. Both come from a replay of a step's allocations (`dtron.plan.replay`). The
+allocator does not share memory between streams: FSDP makes gradient shards on its reduction stream,
+where they cannot reuse the memory of freed activations. Gradients that are not reduced are on the
+computation stream. The CUDA context, NCCL and libraries are outside the allocator
+(`Hardware.outside`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,16 +37,18 @@ CLASSES = (*replay.CLASSES, "buffers")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one pipeline rank; its data, context and tensor parallel neighbours need the
-    same."""
+    """Memory of one pipeline rank.
+
+    Ranks that differ only in their data, context or tensor parallel index need the same memory.
+    """
 
     rank: int
     elements: int
-    """Number of parameters of its stages, after tp and ep."""
+    """Number of parameters of the rank's stages, after tp and ep."""
     classes: Mapping[str, float]
     """Bytes by class at the peak of a step."""
     in_flight: Mapping[int, int]
-    """Number of micro-batches in flight at the worst moment, per stage."""
+    """Micro-batches in flight per stage, at the time when the rank holds the most activations."""
     state: float
     """Bytes of the model: weights, gradients and optimizer, without activations."""
     reserved: float
@@ -57,23 +59,28 @@ class RankMemory:
         return sum(self.classes.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return all values as JSON objects."""
+        """Return all values as one JSON object."""
         return {**asdict(self), "peak": self.peak}
 
 
 def memory(run: Resolved) -> tuple[RankMemory, ...]:
-    """Compute the memory of every pipeline rank."""
+    """Predict the memory of every pipeline rank."""
     return tuple(_of_rank(run, rank) for rank in range(run.degrees["pp"]))
 
 
 def expandable(run: Resolved, rank: int) -> float:
-    """`reserved` of a pipeline rank under `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
+    """Return the bytes that a pipeline rank reserves with expandable segments.
+
+    `PYTORCH_ALLOC_CONF=expandable_segments:True` turns these segments on.
+    """
     return replay.reserved(run, rank, Expandable) + _on_other_streams(run, rank)
 
 
 def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
-    """Lower bound of `reserved` for each pipeline rank, computed much faster; empty if the run
-    cannot fit."""
+    """Return a lower bound of the reserved bytes of each pipeline rank.
+
+    Empty if the run cannot fit. This is much faster than `memory`.
+    """
     found: list[float] = []
     for rank in range(run.degrees["pp"]) if _host_fits(run, hardware) else ():
         found.append(replay.least(run, rank) + _on_other_streams(run, rank))
@@ -85,11 +92,12 @@ def least(run: Resolved, hardware: Hardware) -> tuple[float, ...]:
 def fitting(
     run: Resolved, hardware: Hardware, bounds: Sequence[float], part: int = 0, of: int = 1
 ) -> tuple[RankMemory, ...] | None:
-    """Return `memory` of a run that fits; None as soon as a rank does not.
+    """Return the memory of the checked pipeline ranks, or None as soon as one does not fit.
 
     Args:
-        bounds: result of `least`; the fullest ranks are checked first.
-        part: (index, number): which part of the ranks to check.
+        bounds: result of `least`; ranks are checked in descending order of these bounds.
+        part: position of the first rank to check in this order; from there, every `of`-th rank is
+            checked.
     """
     found: list[RankMemory] = []
     for rank in sorted(range(len(bounds)), key=lambda rank: -bounds[rank])[part::of]:
@@ -100,12 +108,12 @@ def fitting(
 
 
 def worst(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The rank that reserves most memory."""
+    """Return the rank that reserves the most memory."""
     return max(ranks, key=lambda each: each.reserved)
 
 
-def offloaded(run: Resolved) -> float:
-    """Maximum bytes of activations that a rank offloads to host memory."""
+def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
+    """Return the maximum bytes of host memory for the offloaded activations of a host's ranks."""
     if not run.config.recompute.offload:
         return 0.0
     most = 0.0
@@ -116,21 +124,16 @@ def offloaded(run: Resolved) -> float:
             for stage in run.stages_of(rank)
         }
         most = max(most, sum(times * kept[stage] for stage, times in flying.items()))
-    return most
-
-
-def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
-    """Maximum bytes of activations that all ranks of a host offload."""
-    return offloaded(run) * min(hardware.host, run.world_size)
+    return most * min(hardware.host, run.world_size)
 
 
 def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
-    """Whether the worst rank fits a device, and its ranks' offloaded activations fit a host."""
+    """Whether the fullest rank fits its device, and offloaded activations fit their host."""
     return worst(ranks).reserved <= hardware.room and _host_fits(run, hardware)
 
 
 def _host_fits(run: Resolved, hardware: Hardware) -> bool:
-    """A twentieth of a host's memory stays free (`dtron.parallelisms.offload`)."""
+    """Whether offloading leaves a twentieth of host memory free (`dtron.parallelisms.offload`)."""
     return offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
 
 
@@ -149,8 +152,10 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
 
 
 def _foreign(run: Resolved, rank: int) -> float:
-    """Bytes of other tp ranks' rows in an embedding's gradient that is summed over micro-batches:
-    DTensor's backward of a lookup makes all rows, which are split when they are reduced."""
+    """Bytes of other tp ranks' rows in an embedding's gradient, if micro-batches are summed.
+
+    DTensor's embedding backward makes all rows; only the reduction shards them.
+    """
     if run.times_reduced == run.micro_batches:
         return 0.0
     rows = sum(u.whole - u.gathered for u in held(run, rank) if u.kind == "embedding")
@@ -178,29 +183,34 @@ def _all_buffers(run: Resolved, rank: int) -> float:
 
 
 def _buffers(run: Resolved, rank: int) -> float:
-    """Bytes of buffers on FSDP's streams, which each stage has separately, without gradient
-    shards."""
-    if run.shards == 1:  # weights are cast where they are used; sums are shards
+    """Bytes of buffers on FSDP's streams, without gradient shards.
+
+    Each stage has its own buffers.
+    """
+    if run.shards == 1:  # weights are cast without a gather
         return float(sum(_reduction_sums(run, stage) for stage in run.stages_of(rank)))
     depth, again = run.config.parallel.prefetch, not run.policy.keep_gathered
     found = 0.0
     for stage in run.stages_of(rank):
         sizes = tuple(_parts(run, unit) for unit in units(run, stage))
-        stays = run.layout is None  # the last unit
+        stays = run.layout is None  # the last unit stays gathered
         found += gathered_through(sizes, depth, again, stays) + _reduction_sums(run, stage)
     return found
 
 
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
-    """A unit's all-gathers: its dense part and its experts."""
+    """Return the all-gathers of a unit: of its dense part and of its experts, if sharded."""
     casts = run.element < 4  # float32 is sent without a cast
     shared = [(whole, part) for whole, part in gathered_bytes(run, unit) if part < whole]
     return tuple((whole, part * casts) for whole, part in shared)
 
 
 def _reduction_sums(run: Resolved, stage: Stage) -> int:
-    """Bytes that the largest unit's reduction holds in addition to existing gradient shards: new
-    sums before they are added, sums before they are cast, and received gradients."""
+    """Bytes that the largest unit's reduction holds in addition to gradient shards.
+
+    These are new sums before they are added to the shards, sums before their cast to float32, and
+    received gradients.
+    """
     listed, each = units(run, stage), 0
     if run.times_reduced > 1:
         each += 4
@@ -212,9 +222,12 @@ def _reduction_sums(run: Resolved, stage: Stage) -> int:
 
 
 def _peers(run: Resolved, rank: int) -> float:
-    """Bytes of memory that peers read, allocated for the whole run: token copies for experts; for
-    copy engines, per stage and separately for dense part and experts, a shard of the largest unit's
-    parameters, and all of its gradients if they are exchanged."""
+    """Bytes of symmetric memory, which is allocated for the whole run.
+
+    It holds token copies for experts, and the buffers of copy engines. Per stage, copy engines have
+    buffers for the dense part and for experts: one for the shard of the largest unit and, if an
+    all-to-all reduces gradients, one for all gradients of the largest unit.
+    """
     parallel, found = run.config.parallel, _mailbox(run)
     if not parallel.copy_engines:
         return found
@@ -222,7 +235,7 @@ def _peers(run: Resolved, rank: int) -> float:
         listed = units(run, stage)
         sent = [gathered_bytes(run, u) for u in listed]
         for place, sizes in enumerate(([u.dense for u in listed], [u.experts for u in listed])):
-            if any(shard < whole for whole, shard in sizes):  # several ranks share it
+            if any(shard < whole for whole, shard in sizes):  # sharded over ranks
                 most = max(run.element * whole for whole, _ in sizes)
                 found += max(each[place][1] for each in sent)
                 found += most * (parallel.reduce_by == "all_to_all")
@@ -230,8 +243,10 @@ def _peers(run: Resolved, rank: int) -> float:
 
 
 def _mailbox(run: Resolved) -> float:
-    """Bytes of the mailbox that experts' ranks pull from: two halves, each with room for a rank's
-    results, which are never in float8."""
+    """Bytes of the symmetric memory from which ranks pull token copies.
+
+    It has two buffers, each for the results of a rank's experts, which are never float8.
+    """
     if run.config.parallel.dispatcher != "symmetric_memory":
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
@@ -239,19 +254,22 @@ def _mailbox(run: Resolved) -> float:
 
 
 def _on_other_streams(run: Resolved, rank: int) -> float:
-    """Bytes allocated on other streams than the computation's: foreign rows, buffers, and gradient
-    shards, as large as the parameters'; those of unshared parameters are on the computation
-    stream."""
+    """Bytes outside the computation stream.
+
+    These are buffers, float32 shards of reduced gradients, and other tp ranks' rows of an
+    embedding's gradient.
+    """
     shards = sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
     return _foreign(run, rank) + _all_buffers(run, rank) + 4.0 * shards
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:
-    """Number of micro-batches in flight per stage, when the rank holds most activations."""
+    """Return the micro-batches in flight per stage when a pipeline rank holds most activations."""
     if run.layout is None:
         return {0: 1}
     weights = {stage.index: len(stage.layers) + 0.5 * stage.head for stage in run.stages_of(rank)}
-    # If only the head's weight gradients are deferred, I frees the blocks' activations.
+    # If only the head's weight gradients are deferred, its backward without them (I) already frees
+    # the blocks' activations.
     ends = Kind.WEIGHT if run.layout.splits_backward else Kind.INPUT
     live = {action.stage: 0 for action in run.order[rank]}
     heaviest, best = -1.0, {}

@@ -1,7 +1,7 @@
 """Measure how much overlapped computation and collectives slow each other down.
 
-Each kind of work is called repeatedly on one stream and a collective on another; both are queued
-before either begins, and both fill a window of time. The mean time of calls inside the other
+Each kind of computation is called repeatedly on one stream and a collective on another; both are
+queued before either begins, and both fill a window of time. The mean time of calls inside the other
 stream's window is compared with that of calls that run alone. All ranks measure at the same time.
 
 The collectives are FSDP's: all-gathers in bfloat16 and reduce-scatters in float32, on a stream of
@@ -54,14 +54,14 @@ WORK: Mapping[str, Kinds] = {
 }
 SENT = (("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32))
 SIZES: Mapping[str, tuple[int, ...]] = {"cuda": (2**26, 2**28), "cpu": (2**16,)}
-"""Sizes of the collectives in bytes, as `Hardware.collective` counts them."""
+"""Sizes of the collectives: bytes of a rank's input or output, whichever is larger."""
 WINDOW: Mapping[str, float] = {"cuda": 0.02, "cpu": 0.002}
-"""Seconds that the work takes alone; collectives are queued for twice as long."""
+"""Seconds of queued computation without overlap; collectives are queued for twice as long."""
 REPEATS = 3
 _CALLS = range(8, 301)
 _FILLER = (8192, 40)
-"""Size of square bfloat16 matrices and number of their matmuls: they keep a GPU busy for 50 ms or
-more, in which the host queues a window."""
+"""(rows of square bfloat16 matrices, number of their matmuls) that keep a GPU busy for at least 50
+ms, while the host queues a window."""
 
 Call = Callable[[], Any]
 Marks = list[float]
@@ -69,13 +69,15 @@ Marks = list[float]
 
 
 def measure_overlap(made: Calibration, group: Any, device: torch.device) -> None:
-    """Measure rows of `Calibration.overlap`: seconds per call, alone and overlapped.
+    """Measure seconds per call of computations and collectives, alone and overlapped.
+
+    The results are added to `Calibration.overlap`, one row per pair.
 
     Args:
         group: the ranks that communicate; each of them calls this.
     Raises:
-        TrainingError: the collectives end before one call of the work does, however many
-            are queued.
+        TrainingError: the collectives end before one call of the computation does, even if 8
+            times as many are queued.
     """
     lanes = _ConcurrentCalls(group, device)
     sends = [
@@ -96,12 +98,15 @@ def measure_overlap(made: Calibration, group: Any, device: torch.device) -> None
 
 
 POOLED = {"grouped_matmul_gradient": "grouped_matmul", "attention_backward": "attention"}
-"""Kinds of work that the planner counts as one (`dtron.plan.compute_time.Work`)."""
+"""Measured kinds of computation -> kinds of the planner (`dtron.plan.compute_time.Work`)."""
 
 
 def overlap_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average rows of `Calibration.overlap` into a field of Hardware: the fraction of their rates,
-    at most 1, that work and collectives keep while overlapped, as means over shapes and sizes."""
+    """Return the field `Hardware.overlap` from the rows of `Calibration.overlap`.
+
+    Its fractions, at most 1, are the parts of their full rates that a computation and a collective
+    keep while they overlap: means over the measured shapes and sizes.
+    """
     shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         work = str(row["work"])
@@ -121,8 +126,10 @@ def overlap_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _work(
     kind: str, shape: Sequence[int], device: torch.device, kernels: Sequence[Mapping[str, Any]]
 ) -> Call:
-    """Return a function that does one call of a kind of work; attention uses the fastest of
-    `kernels`."""
+    """Return a function that runs one kind of computation once.
+
+    Attention uses the fastest of `kernels`.
+    """
     if kind.startswith("attention"):
         return _attention(kind, tuple(shape), device, kernels)
     draw = functools.partial(torch.randn, dtype=DTYPE, device=device)
@@ -156,25 +163,28 @@ def _attention(
 
 
 class _ConcurrentCalls:
-    """Time calls of work and of a collective, alone and overlapped."""
+    """Times a computation and a collective, each alone and then both overlapped."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.window = WINDOW[device.type]
 
     def alone(self, call: Call) -> float:
-        """Seconds per call without overlap, on the slowest rank."""
+        """Return the seconds per call without overlap, on the slowest rank."""
         # The number of calls is the same on all ranks, as collectives need.
         once = self._slowest(seconds(call, self.device, 5))
         calls = self._calls(self.window / once)
-        # The first collective waits for the last rank.
+        # The first collective waits for the slowest rank and is left out.
         found = (_inside_window(self._run(call, calls, None, 0)[0][1:]) for _ in range(REPEATS))
         return self._slowest(statistics.median(map(statistics.fmean, found)))
 
     def together(
         self, work: Call, alone: float, send: Call, sent_alone: float
     ) -> tuple[float, float]:
-        """Seconds per call of each, over calls inside the other's window."""
+        """Return the seconds per call of (computation, collective) while both run.
+
+        Only calls inside the other stream's window count. The times are those of the slowest rank.
+        """
         calls = self._calls(self.window / alone)
         sends = 2 * math.ceil(calls * alone / sent_alone) + 2
         found = [self._inside(work, calls, send, sends) for _ in range(REPEATS)]
@@ -208,7 +218,7 @@ class _ConcurrentCalls:
 def _inside_window(
     marks: Sequence[float], other: Sequence[float] = (-math.inf, math.inf)
 ) -> list[float]:
-    """Seconds of each call that lies inside the other stream's window."""
+    """Return the seconds of each call that lies inside the other stream's window."""
     pairs = itertools.pairwise(marks)
     return [end - begin for begin, end in pairs if other[0] <= begin and end <= other[-1]]
 
@@ -252,8 +262,10 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def _on_threads(
     work: Call, calls: int, send: Call | None, sends: int, _device: torch.device
 ) -> tuple[Marks, Marks]:
-    """Run both on threads; work continues until the collectives, which wait for other ranks, are
-    done."""
+    """Run computation and collectives on two threads.
+
+    The collectives wait for other ranks; the computation continues until they are done.
+    """
     first, second = [time.perf_counter()], [time.perf_counter()]
     thread = threading.Thread(target=_repeat, args=(send, sends, second))
     thread.start()

@@ -1,12 +1,11 @@
-"""Parameters of a rank, and their numbers of elements: whole, gathered and sharded.
+"""Parameters of a rank and their numbers of elements.
 
-Shapes come from the model itself, built on meta with one layer of each kind; splits from its table
-of placements. FSDP's padding counts, since it is allocated:
+Shapes come from the model, built on the meta device with one layer of each kind. The model's
+placements say which dims tp shards. FSDP's padding counts, since it is allocated:
 
     whole      elements of the unsharded parameter
-    gathered   elements after tp, or ep and etp: what an FSDP unit gathers
-    shard      elements of the gathered part on one of dp_shard x cp ranks (experts: edp_shard),
-               which hold equal chunks of dim 0
+    gathered   elements after tp (experts: after ep and etp), which FSDP gathers
+    shard      elements of `gathered` on one of dp_shard x cp ranks (experts: of edp_shard ranks)
 """
 
 import functools
@@ -28,15 +27,15 @@ from dtron.plan.run_shape import Resolved, Stage
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a part of the model.
+    """One parameter of the embedding, of a block or of the head.
 
     Args:
-        name: FQN inside the part.
+        name: FQN; of a block's parameter, relative to the block.
         shape: unsharded shape, with the padded vocabulary.
-        split: the dim that tp splits; None: replicated.
-        expert: whether it stacks experts.
-        padded: whether its vocabulary is padded, so that FSDP shards columns instead of rows.
-        partial: whether each tp rank computes a part of its gradient.
+        split: the dim that tp shards; None: tp does not shard it.
+        expert: whether it holds the stacked weights of a layer's experts.
+        padded: whether its vocabulary is padded, so that FSDP shards dim 1 instead of dim 0.
+        partial: whether its gradient is a partial sum on each tp rank.
     """
 
     name: str
@@ -49,40 +48,39 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """Elements per rank of parameters that are gathered together."""
+    """Numbers of elements of an FSDP unit on one rank.
+
+    The numbers are those without sharding (`whole`), after tp or ep (`gathered`), and in the shard
+    of one FSDP rank (`shard`).
+    """
 
     name: str
     kind: str
-    """embedding, a kind of blocks, head or root."""
+    """embedding, head, or a block's kind (`Resolved.kind`)."""
     whole: int
     gathered: int
     shard: int
     experts_gathered: int = 0
-    """Of the elements above, those of experts on a separate mesh."""
+    """Elements of `gathered` that belong to experts on a separate mesh."""
     experts_shard: int = 0
     partial_shard: int = 0
-    """Elements of the shard whose gradient is a partial sum on each tp rank."""
+    """Elements of `shard` whose gradient is a partial sum on each tp rank."""
     narrow: int = 0
-    """Gathered elements that are float8 (`float8.all_gather`), of the dense part."""
+    """Elements of `gathered` that FSDP gathers in float8 (`float8.all_gather`)."""
     narrow_shard: int = 0
     columns: int = 0
-    """Gathered elements sharded along another dim than the first: FSDP copies them once more, after
-    a gather and before a reduction."""
+    """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
+    once more after an all-gather and before a reduction."""
 
     @property
     def dense(self) -> tuple[int, int]:
-        """(gathered, shard) of all but experts on a separate mesh."""
+        """Elements (gathered, shard) without experts on a separate mesh."""
         return self.gathered - self.experts_gathered, self.shard - self.experts_shard
 
     @property
     def experts(self) -> tuple[int, int]:
-        """(gathered, shard) of experts on a separate mesh."""
+        """Elements (gathered, shard) of experts on a separate mesh."""
         return self.experts_gathered, self.experts_shard
-
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """(gathered, shard) of the parts that FSDP gathers and reduces separately."""
-        return tuple(each for each in (self.dense, self.experts) if each[0])
 
     def __add__(self, other: "Unit") -> "Unit":
         counts = [each.name for each in fields(self) if each.name not in ("name", "kind")]
@@ -90,12 +88,12 @@ class Unit:
 
 
 Parts = dict[str, tuple[Parameter, ...]]
-"""Parameters by part: embedding, the kinds of blocks (`Resolved.kind`) and head (norm and head)."""
+"""Parameters by part: embedding, each kind of block (`Resolved.kind`), and head with final norm."""
 
 
 @functools.lru_cache(maxsize=64)
 def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True) -> Parts:
-    """List the parameters of each part of a model; a tied weight is in embedding and head."""
+    """List the parameters of each part of a model; a tied weight is in both embedding and head."""
     spec, small = MODELS[name], _smallest(model)
     with torch.device("meta"):
         built = build_model(
@@ -107,7 +105,7 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
     found: dict[str, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         if fqn.startswith("mtp_embed."):
-            continue  # the embedding's
+            continue  # listed as the embedding
         part, inner = _part(fqn, small)
         experts = ".experts." in fqn
         split = None if experts else splits.get(fqn)
@@ -159,10 +157,10 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
 
 
 def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
-    """A part's elements on one rank of a run.
+    """Return the numbers of elements of a part of the model (a key of `Parts`) on one rank.
 
     Args:
-        layer: of a block.
+        layer: index of a block; None for embedding and head.
     """
     key = (part, run.gathered_in_float8(layer))
     if key not in run.memo:
@@ -183,7 +181,7 @@ def _parts(run: Resolved) -> Parts:
 
 
 def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
-    """Elements of a single parameter."""
+    """Return the numbers of elements of one parameter as a Unit."""
     sizes = _sizes(run, parameter, layer)
     return Unit(
         "root",
@@ -202,16 +200,19 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a parameter on a rank."""
+    """Numbers of elements of a parameter on one rank.
+
+    The numbers are those after tp or ep (`gathered`), and in the shard of one FSDP rank (`shard`).
+    """
 
     gathered: int
     shard: int
     columns: bool
-    """Whether FSDP shards another dim than the first."""
+    """Whether FSDP shards the parameter on another dim than dim 0."""
     separate: bool
-    """Whether it belongs to experts on a separate mesh."""
+    """Whether the parameter belongs to experts on a separate mesh."""
     narrow: bool
-    """Whether it is gathered in float8."""
+    """Whether FSDP gathers the parameter in float8."""
 
 
 def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
@@ -231,7 +232,7 @@ def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, in
 
 
 def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:
-    """Return the same as `_dense_part`, after ep and etp."""
+    """Return (shape after ep and etp, the dim that FSDP shards, number of ranks that shard it)."""
     ep, etp, ranks = (run.experts[axis] for axis in ("ep", "etp", "edp_shard"))
     shape = list(parameter.shape)
     shape[0] //= ep
@@ -242,9 +243,12 @@ def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, i
 
 
 def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
-    """FSDP's units of a stage in the order of its forward. A tied weight is in the root, stays
-    gathered while the stage computes, and counts once if a stage has both of its modules; likewise
-    an embedding that multi-token prediction also reads."""
+    """List the FSDP units of a stage in forward order.
+
+    The root unit stays gathered while the stage computes; it has the tied weight, or the embedding
+    that multi-token prediction also reads. A tied weight counts once if the stage has both
+    embedding and head.
+    """
     found: list[Unit] = []
     tied, mtp = run.model.tied, run.model.mtp > 0
     if stage.embedding:
@@ -261,7 +265,10 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
 
 
 def _norm(run: Resolved) -> Unit:
-    """The last norm's elements, without the head's tied weight."""
+    """Return the numbers of elements of the final norm as a Unit.
+
+    The unit of a tied embedding includes the final norm.
+    """
     total = Unit("root", "embedding", 0, 0, 0)
     for parameter in _parts(run)["head"]:
         if parameter.name.startswith("norm."):
@@ -270,18 +277,24 @@ def _norm(run: Resolved) -> Unit:
 
 
 def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
-    """Parameters of a unit, by `Unit.kind`."""
+    """List the parameters of a unit of the given `Unit.kind`."""
     return _parts(run)[kind]
 
 
 def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
-    """Sizes of each parameter of a unit, by `Unit.kind`; `layer`: of a block."""
+    """List the sizes of each parameter of a unit of the given `Unit.kind`.
+
+    `layer`: index of a block.
+    """
     return [_sizes(run, parameter, layer) for parameter in _parts(run)[kind]]
 
 
 def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes (gathered, shard) of a unit's dense part and of separate experts, as FSDP gathers
-    them."""
+    """Return bytes (gathered, shard) in FSDP's all-gather.
+
+    One pair is for a unit's dense part, and one for its experts on a separate mesh. Weights are in
+    the dtype of computation, or float8.
+    """
     dense, experts = (tuple(run.element * n for n in part) for part in (unit.dense, unit.experts))
     less = run.element - 1
     dense = (dense[0] - less * unit.narrow, dense[1] - less * unit.narrow_shard)
@@ -289,17 +302,19 @@ def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[in
 
 
 def by_keeping(run: Resolved, unit: Unit) -> tuple[tuple[tuple[int, int], bool], ...]:
-    """(gathered, shard) of a unit's dense part and of separate experts, and whether it is unshared,
-    so that its rank keeps the gradients."""
+    """Return (elements (gathered, shard), whether gradients are kept without a reduction).
+
+    One item is for a unit's dense part, and one for its experts on a separate mesh.
+    """
     return (unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts)
 
 
 def reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(gathered, shard) of each reduction of a unit; unshared parameters have no reduction."""
+    """Return elements (gathered, shard) of the parts of a unit whose gradients are reduced."""
     return tuple(group for group, keeps in by_keeping(run, unit) if not keeps)
 
 
 def held(run: Resolved, rank: int) -> Iterator[Unit]:
-    """All units of a pipeline rank."""
+    """Yield all FSDP units of a pipeline rank."""
     for stage in run.stages_of(rank):
         yield from units(run, stage)

@@ -20,11 +20,15 @@ KEYS = ("parallel", "memory", "time", "flops", "communication", "cost")
 def plan(
     config: RunConfig, world_size: int, hardware: Hardware, tokens: float = 0.0
 ) -> dict[str, Any]:
-    """Plan a run: {legal, reasons, nearest, hardware, unchecked, warnings} and KEYS, which are None
-    for an illegal run; time and cost are also None without rates, with the reason in `no_time`.
+    """Return the plan of a run as a dict.
+
+    Its keys are legal, reasons, nearest, hardware, unchecked, warnings, no_time, and those in KEYS.
+
+    Values of KEYS are None if the run is not legal. The values of `time` and `cost` are also None
+    if `no_time` is not empty.
 
     Args:
-        tokens: number of training tokens, for the cost; 0: those of train.steps.
+        tokens: number of training tokens, for the cost; 0: the tokens of train.steps.
     """
     legality = check(config, world_size, hardware)
     found: dict[str, Any] = {
@@ -57,7 +61,10 @@ def plan(
 
 
 def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:
-    """Memory of all pipeline ranks, and of the worst one; bytes."""
+    """Return the memory of all pipeline ranks in bytes.
+
+    `worst_rank` is the rank that reserves the most.
+    """
     most = worst(ranks)
     limit = hardware.room
     return {
@@ -78,7 +85,10 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
 
 
 def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]]:
-    """Collectives of the first pipeline rank's step, grouped by kind and size."""
+    """Return the collectives of the first pipeline rank's step.
+
+    Collectives are summed by purpose, axis, kind and link.
+    """
     together: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in collectives(run, 0, hardware.domain):
         shared = {name: getattr(each, name) for name in ("purpose", "axis", "kind", "link")}
@@ -91,7 +101,10 @@ def communication_json(run: Resolved, hardware: Hardware) -> list[dict[str, Any]
 
 
 def cost(run: Resolved, step: float, tokens: float) -> dict[str, float]:
-    """Steps, days and GPU-hours to train on `tokens` tokens, without restarts and validation."""
+    """Return the steps, days and GPU-hours of training on `tokens` tokens.
+
+    Restarts and validation are not counted.
+    """
     tokens = tokens or float(run.config.train.steps * run.tokens_per_step)
     steps = tokens / run.tokens_per_step
     hours = steps * step / 3600

@@ -1,4 +1,4 @@
-"""Suggested changes for a run that needs too much memory, by the planner's estimate."""
+"""Suggest settings for a run that needs too much memory, from the planner's estimates."""
 
 import json
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from dtron.run.process import Place
 
 _CHUNKS = 8
 _AT_MOST = 3
-"""Maximum number of settings that an error suggests."""
+"""Maximum number of settings, and of memory classes, that an error names."""
 
 
 def most_memory(config: RunConfig, world_size: int) -> RankMemory:
-    """Memory of the pipeline rank that allocates most.
+    """Return the memory of the pipeline rank that allocates the most.
 
     Raises:
         ConfigError: the run is not legal on this number of ranks.
@@ -28,13 +28,13 @@ def most_memory(config: RunConfig, world_size: int) -> RankMemory:
 
 
 def check_step_memory(config: RunConfig, place: Place) -> None:
-    """Raise ConfigError if a step on CPUs needs more memory than is available.
+    """Check that a step on CPUs fits the available host memory.
 
     Raises:
-        ConfigError: names what would fit.
+        ConfigError: the step does not fit; the message suggests settings that fit.
     """
     if [*counted_as_decoder(config.model.name, MODELS[config.model.name])]:
-        return  # of another module, whose memory is not known
+        return  # the family builds another module, of unknown memory
     needed = most_memory(config, place.world_size)
     here = place.local_world_size
     classes = sorted(needed.classes.items(), key=lambda item: -item[1])[:_AT_MOST]
@@ -49,8 +49,10 @@ def check_step_memory(config: RunConfig, place: Place) -> None:
 
 
 def remedies(config: RunConfig, world_size: int, room: float, needed: float = 0.0) -> str:
-    """Suggest settings with which each rank needs at most `room` bytes: the cheapest value of one
-    key, or else of several keys together; a clause for the end of an error.
+    """Return a clause for the end of an error message.
+
+    It suggests settings with which each rank needs at most `room` bytes: single keys with the
+    cheapest value that fits or, if no single key suffices, several keys together.
 
     Args:
         needed: bytes that a rank was measured to need; estimates are scaled up to it.
@@ -70,7 +72,10 @@ def remedies(config: RunConfig, world_size: int, room: float, needed: float = 0.
 
 
 def _all_changes(config: RunConfig, world_size: int, room: float, factor: float) -> str:
-    """Change key after key to its least-memory value, until the run fits."""
+    """Change key after key to its value of least memory, until the run fits.
+
+    Return the clause that lists the changes.
+    """
     settings, least = [], 0.0
     for key, values in _changes(config):
         changed = _with_value(config, key, values[-1], world_size) if values else None
@@ -88,13 +93,17 @@ def _all_changes(config: RunConfig, world_size: int, room: float, factor: float)
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, list[Any]]]:
-    """List keys with values that need less memory, the cheapest first."""
+    """Yield (key, values that need less memory).
+
+    Keys and values are sorted from the cheapest change to the most expensive.
+    """
     half, batches = config.train.micro_batch // 2, []
     while half:
         batches.append(half)
         half //= 2
     modes = ["none", "selective", "attention", "full"]
     yield "recompute.mode", modes[modes.index(config.recompute.mode) + 1 :]
+    yield "recompute.modules", [[]] if config.recompute.modules else []
     yield "train.micro_batch", batches
     yield "parallel.zero", list(range(config.parallel.zero + 1, 4))
     yield "train.loss_chunks", [_CHUNKS] if config.train.loss_chunks < _CHUNKS else []
@@ -106,7 +115,7 @@ def _peak(config: RunConfig, world_size: int) -> float:
 
 
 def _with_value(config: RunConfig, key: str, value: Any, world_size: int) -> RunConfig | None:
-    """Return the config with another value; None if it is not legal."""
+    """Return the config with another value; None: the changed config is not legal."""
     section, name = key.split(".")
     values = config.model_dump()
     values[section][name] = value

@@ -1,27 +1,28 @@
 """Replay the allocations of a rank's steps on the computation stream, in the order of a run.
 
-    forward    FSDP copies a unit's weights out of the gather buffer, one unit at a time; in two
-               steps if they are sharded along another dim than the first; unsharded ones are cast,
-               then copied. The block allocates two temporaries of the size of its largest tensor,
-               and what it keeps; a compiled block under full recomputation allocates all that one
-               without recomputation keeps, and frees it at the end
-    loss       logits, and then their gradient as well
-    backward   weights again, if they were freed; recomputed tensors, three temporaries of the size
-               of the largest tensor, gradients of the weights and of the input; then the weights
-               and the previous unit's send buffer are freed, and this unit's is allocated. It is
-               kept until the next reduction, and freed at the end of a step. Separate experts are
-               reduced before the rest of their block. Unshared experts have no reduction: gradients
-               are cast to float32 and kept until the update
-    split      with deferred weight gradients, I computes no gradients of weights. Inputs of matmuls
-               and gradients of their results are kept until W; other kept tensors are freed. W
-               computes the unsharded gradients of all units in the dtype of computation, then adds
-               them to sums, which are reduced unit by unit after the stage's last W
+    forward    FSDP copies a unit's weights out of the all-gather buffer, one unit at a time. It
+               copies weights twice if they are sharded on another dim than dim 0. Weights that are
+               not sharded are cast, then copied. The block allocates two temporaries as large as
+               its largest tensor, and the tensors that it keeps. A compiled block with full
+               recomputation allocates all that its backward recomputes, and frees it at the end
+    loss       logits, then also their gradient
+    backward   weights are gathered again, if they were freed. The block allocates recomputed
+               tensors, three temporaries as large as its largest tensor, and gradients of the
+               weights and of the input. Then the weights and the previous unit's send buffer are
+               freed, and this unit's send buffer is allocated. It is freed at the next reduction,
+               or at the end of the step. Separate experts are reduced before the rest of their
+               block. Gradients that are not reduced are cast to float32 and kept until the update
+    split      with deferred weight gradients, the backward (I) computes no gradients of weights.
+               It keeps inputs of matmuls and gradients of their results until the weight backward
+               (W), and frees other kept tensors. W computes the unsharded gradients of all units in
+               the dtype of computation, then adds them to sums, which are reduced unit by unit
+               after the stage's last W
     offloaded  a block's kept tensors are freed when the next block is done, and loaded while the
                next block is in backward, as in `dtron.parallelisms.offload`
-    update     in the first step moments, which are split from blocks that activations left free:
-               activations of the second step do not find the same blocks, and reserve more
+    update     the first step allocates moments from blocks that activations left free. Activations
+               of the second step do not find these blocks, and more memory is reserved
 
-Three steps are enough: later ones reserve no more. All-gathers and gradient sums are on other
+Three steps are enough: later steps reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
 torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
 """
@@ -51,7 +52,7 @@ CLASSES = (
 )
 STEPS = 3
 MICRO_BATCHES = 3
-"""Number of replayed micro-batches without a pipeline: further ones repeat the last but one."""
+"""Number of replayed micro-batches without a pipeline; more would repeat the second."""
 
 
 @dataclass
@@ -59,26 +60,25 @@ class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Size of each parameter's gradient, in the dtype of computation."""
+    """Size of each parameter's unsharded gradient, in the dtype of computation."""
     columns: list[bool]
-    """Whether each is sharded along another dim than the first, and so copied once more."""
+    """Whether each parameter is sharded on another dim than dim 0, and so copied once more."""
     sent: int
     """Size of a reduction's send buffer."""
     shared: bool
-    """Whether they are sharded."""
+    """Whether the parameters are sharded over several ranks."""
     alone: bool = False
-    """Whether they are unshared, so that the rank keeps their gradients."""
+    """Whether gradients are kept without a reduction (`Resolved.keeps_dense`)."""
     shard: int = 0
-    """Size of the sums of a reduction, which are on another stream."""
+    """Size of the reduced gradients in float32, which are on another stream."""
     gathered: list[int] = field(default_factory=list)
-    """Size of each gathered parameter; empty: as its gradient's."""
+    """Size of each gathered parameter; empty: as `weights`."""
     out: list[Block] = field(default_factory=list)
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
     """Gradients summed over micro-batches, in the dtype of reductions."""
     given: list[Block] = field(default_factory=list)
-    """Sums of unshared parameters handed to the optimizer, if sums are made separately from a
-    backward."""
+    """Summed gradients that are not reduced, for the optimizer; only with split backwards."""
 
 
 @dataclass
@@ -86,34 +86,36 @@ class _UnitMemory:
     """Tensors of a block, the embedding or the head, in bytes per micro-batch."""
 
     groups: list[_ParameterGroup]
-    """The dense part, and separate experts."""
+    """The dense part, and experts on a separate mesh."""
     shards: list[int]
-    """Elements of each."""
+    """Elements of each parameter's shard."""
     kept: list[int]
     """Tensors kept on the device for the backward."""
     moved: list[int]
-    """What is offloaded."""
+    """Kept tensors that are offloaded."""
     again: list[int]
     """Tensors that the backward recomputes."""
     widest: int
-    """Size of its largest tensor."""
+    """Size of the largest tensor; 0 for embedding and head."""
     passing: list[int]
-    """Temporaries of its forward."""
+    """Temporaries of the forward."""
     stays: bool
     """Whether weights stay gathered between forward and backward."""
     defers_weights: bool = False
-    """Whether its weight gradients are deferred."""
+    """Whether weight gradients are deferred."""
     read: list[int] = field(default_factory=list)
-    """Kept inputs of matmuls, which stay until then."""
+    """Kept inputs of matmuls that stay until the deferred weight gradients are computed."""
     read_again: list[int] = field(default_factory=list)
-    """Inputs of matmuls that the backward recomputes or loads to the device."""
+    """Inputs of matmuls that the backward recomputes, or loads from host memory."""
     queued: list[int] = field(default_factory=list)
-    """Tensors that only its weight gradients need: gradients of the matmuls' results, and in
-    float8 also their inputs."""
+    """Tensors that only deferred weight gradients need: gradients of matmul results and, in
+    float8, also inputs."""
 
     def join(self) -> None:
-        """Merge tensors that are allocated and freed together; weights too, unless they are cast or
-        copied one by one."""
+        """Merge tensors that are allocated and freed together.
+
+        Weights are merged too, unless they are cast or copied one by one.
+        """
         for name in ("shards", "kept", "moved", "again", "read", "read_again", "queued"):
             sizes = getattr(self, name)
             setattr(self, name, [sum(sizes)] if sizes else [])
@@ -125,20 +127,19 @@ class _UnitMemory:
 
 @dataclass(eq=False)
 class _SavedByCall:
-    """Tensors that a unit keeps of one micro-batch."""
+    """Tensors that a unit keeps for the backward of one micro-batch."""
 
     kept: list[Block]
     moved: list[int]
     """Sizes of offloaded tensors."""
     read: list[Block] = field(default_factory=list)
-    """Inputs on the device of matmuls with deferred weight gradients."""
+    """Inputs of matmuls with deferred weight gradients, on the device."""
     there: list[Block] = field(default_factory=list)
-    """Offloaded tensors that are on the device."""
+    """Offloaded tensors while they are on the device."""
 
 
 def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> int:
-    """Bytes that a pipeline rank's computation stream has reserved on the device, by the allocator
-    rules of `pool`."""
+    """Return the bytes that the allocator `pool` reserves for a rank's computation stream."""
     replay = _Replay(run, rank, pool())
     replay.take_weights()
     for step in range(STEPS):
@@ -150,22 +151,30 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
 
 
 def least(run: Resolved, rank: int) -> int:
-    """Lower bound of `reserved`, about twenty times as fast: the largest number of bytes allocated
-    at once in a step, without fragmentation."""
+    """Return a lower bound of `reserved`: the largest number of bytes allocated at once.
+
+    It ignores fragmentation and is about twenty times as fast as `reserved`.
+    """
     pool = HolelessPool()
     _replay_joined(_Replay(run, rank, pool))
     return pool.reserved
 
 
 def at_peak(run: Resolved, rank: int) -> dict[str, int]:
-    """Bytes by CLASSES when most are allocated in a step, on all streams but those of gathers."""
+    """Return the bytes of each memory class at the peak of a step.
+
+    All streams are counted except those of all-gathers.
+    """
     pool = PeakPool()
     _replay_joined(_Replay(run, rank, pool, for_peak=True))
     return {name: pool.at_peak.get(name, 0) for name in CLASSES}
 
 
 def _replay_joined(replay: "_Replay") -> None:
-    """Replay a step after the first, with fewer tensors of the same bytes."""
+    """Replay a step with existing moments.
+
+    Tensors are joined first (`_UnitMemory.join`), which makes this faster.
+    """
     for unit in (unit for listed in replay.stages.values() for unit in listed):
         unit.join()
     replay.take_weights()
@@ -174,11 +183,11 @@ def _replay_joined(replay: "_Replay") -> None:
 
 
 class _Replay:
-    """Replay of a pipeline rank's steps.
+    """Allocates and frees a pipeline rank's tensors in the order of a training step.
 
     Args:
-        for_peak: replay the sums of reductions too, which are on another stream, and free logits
-            when the loss has their gradient.
+        for_peak: also replay gradient shards, which are on another stream, and free logits once
+            their gradient exists.
     """
 
     def __init__(
@@ -194,10 +203,10 @@ class _Replay:
         self.logits = activations.loss_tensors(run)
         self.flying: dict[tuple[int, int], list[_SavedByCall]] = {}
         self.deferred: dict[tuple[int, int], list[list[Block]]] = {}
-        """Tensors for deferred weight gradients, by (stage, micro-batch), per unit."""
+        """Tensors for deferred weight gradients, per unit, by (stage, micro-batch)."""
         self.offloads = run.config.recompute.offload
         self.latest: _SavedByCall | None = None
-        """The last called block's tensors, unless its backward has begun."""
+        """Tensors of the block that ran last, unless its backward has begun."""
         self.pending: Block | None = None
         self.sums, self.keep = not run.policy.reduce_each_micro_batch, run.policy.keep_gathered
 
@@ -231,7 +240,7 @@ class _Replay:
         self.pending = None
 
     def drop_gradients(self) -> None:
-        """Free gradients of unshared parameters after an update."""
+        """Free gradients that were not reduced, after an update."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
             self._free([*group.summed, *group.given])
             group.summed, group.given = [], []
@@ -250,13 +259,16 @@ class _Replay:
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
             for group in () if unit.stays or self.keep else unit.groups:
-                if group.shared:  # unshared experts stay gathered until the backward
+                if group.shared:  # unsharded weights stay until the backward
                     self._reshard(group)
 
     def _backward(
         self, stage: int, micro_batch: int, last: bool, defers_weights: bool = False
     ) -> None:
-        """Replay B, or I, which defers the weight gradients of units that allow it."""
+        """Replay a backward (B) or, with `defers_weights`, an input backward (I).
+
+        An input backward defers the weight gradients of units that allow it.
+        """
         listed, calls = self.stages[stage], self.flying.pop((stage, micro_batch))
         head = self.run.stages[stage].head
         logits = self._take(self.logits, "logits") if head else []
@@ -294,7 +306,10 @@ class _Replay:
             self.deferred[stage, micro_batch] = waiting
 
     def _weight(self, stage: int, micro_batch: int) -> None:
-        """Replay W. Each input and gradient pair is freed after use; sums follow at the end."""
+        """Replay deferred weight gradients (W).
+
+        Free each unit's operands after use; at the end, add all gradients to sums.
+        """
         units = [unit for unit in reversed(self.stages[stage]) if unit.defers_weights]
         made: list[tuple[_ParameterGroup, list[Block]]] = []
         for unit, blocks in zip(units, self.deferred.pop((stage, micro_batch)), strict=True):
@@ -304,8 +319,10 @@ class _Replay:
             self._fold(group, blocks)
 
     def _fold(self, group: _ParameterGroup, made: list[Block]) -> None:
-        """Add gradients to sums, one after the other, like
-        `dtron.parallelisms.pipeline.split_backward.fold`."""
+        """Add gradients to sums, one after the other.
+
+        `accumulate_gradients` of `dtron.parallelisms.fsdp.torch_internals` does the same.
+        """
         if group.summed:
             self._free(made)
             return
@@ -315,8 +332,10 @@ class _Replay:
             self._free([block] if wide > size else [])
 
     def _reduce_stage(self, stage: int, last: bool) -> None:
-        """Reduce a stage's sums, like
-        `dtron.parallelisms.pipeline.split_backward.reduce_gradients`."""
+        """Reduce a stage's sums of gradients.
+
+        `reduce_gradients` of `dtron.parallelisms.fsdp.torch_internals` does the same.
+        """
         for unit in reversed(self.stages[stage]):
             for group in reversed(unit.groups):
                 if not group.alone:
@@ -331,7 +350,7 @@ class _Replay:
                 group.summed = []
 
     def _unload(self, call: _SavedByCall) -> None:
-        """Free what the previous block has copied to the host."""
+        """Free the tensors that the previous block has copied to the host."""
         if self.latest is not None:
             self._free(self.latest.there)
             self.latest.there = []
@@ -339,8 +358,11 @@ class _Replay:
             self.latest = call
 
     def _load(self, call: _SavedByCall, stage: int, before: list[_SavedByCall]) -> None:
-        """Load what a block's backward reads, and prefetch for the next one: the block before it,
-        or the last block of the stage's next micro-batch."""
+        """Load the offloaded tensors of a block, and prefetch those of the next block.
+
+        The next block in backward order is the previous block, or the last block of the stage's
+        next micro-batch.
+        """
         if self.latest is call:
             self.latest = None
         waiting = [calls for (s, _), calls in self.flying.items() if s == stage]
@@ -350,17 +372,26 @@ class _Replay:
                 each.there = self._take(each.moved, "activations")
 
     def _reduce(self, unit: _UnitMemory, made: list[list[Block]], last: bool) -> None:
-        """Reduce a unit; separate experts first, since their hooks are around those of the
-        block."""
+        """Reduce or sum a unit's gradients: first those of separate experts, then the others."""
         for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
-            self._reduce_group(group, blocks, last)
+            if group.alone:
+                self._keep_group(group, blocks, last)
+            elif last or not self.sums:
+                self._send(group, blocks, last)
+            else:
+                if not group.summed:
+                    wide = [_wide(self.run, size) for size in group.weights]
+                    group.summed = self._take(wide, "gradients")
+                self._free(blocks)
 
     def _keep_group(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
-        """Keep unshared gradients, like
-        `dtron.parallelisms.fsdp.torch_internals.bypass_reduction`."""
+        """Keep gradients without a reduction.
+
+        `bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals` does the same.
+        """
         if last or not self.keep:
             self._reshard(group)
-        if group.summed and self.sums:  # added as they are
+        if group.summed and self.sums:  # added without a cast
             self._free(made)
             return
         cast = made
@@ -373,18 +404,6 @@ class _Replay:
             self._free(cast)
         else:
             group.summed = cast
-
-    def _reduce_group(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
-        if group.alone:
-            self._keep_group(group, made, last)
-            return
-        if self.sums and not last:
-            if not group.summed:
-                wide = [_wide(self.run, size) for size in group.weights]
-                group.summed = self._take(wide, "gradients")
-            self._free(made)
-            return
-        self._send(group, made, last)
 
     def _send(self, group: _ParameterGroup, made: list[Block], last: bool) -> None:
         """Reduce gradients, or their sums, over ranks."""
@@ -410,19 +429,17 @@ class _Replay:
 
     def _gather(self, unit: _UnitMemory) -> None:
         for group in unit.groups:
-            if not group.out:
-                self._gather_group(group)
-
-    def _gather_group(self, group: _ParameterGroup) -> None:
-        passing: list[Block] = []
-        for size, turned in zip(group.gathered or group.weights, group.columns, strict=True):
-            if not group.shared:  # cast, then copied; a cast is freed after the next
-                before, passing = passing, self._take([size], "gathered")
-                self._free(before)
-            group.out += self._take([size], "gathered")
-            if turned:  # copied out as received, then concatenated
-                passing += self._take([size], "gathered")
-        self._free(passing)
+            if group.out:
+                continue
+            passing: list[Block] = []
+            for size, turned in zip(group.gathered or group.weights, group.columns, strict=True):
+                if not group.shared:  # cast, then copied; a cast is freed after the next cast
+                    before, passing = passing, self._take([size], "gathered")
+                    self._free(before)
+                group.out += self._take([size], "gathered")
+                if turned:  # copied out as received, then concatenated
+                    passing += self._take([size], "gathered")
+            self._free(passing)
 
     def _reshard(self, group: _ParameterGroup) -> None:
         self._free(group.out)
@@ -440,7 +457,7 @@ class _Replay:
 
 
 def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int, int]]:
-    """The sequence of computations and separate reductions: (kind, stage, micro-batch)."""
+    """Yield the computations and separate reductions of a step: (kind, stage, micro-batch)."""
     if run.layout is None:
         for i in range(min(run.micro_batches, MICRO_BATCHES)):
             yield Kind.FORWARD, 0, i
@@ -453,8 +470,10 @@ def _actions(run: Resolved, rank: int) -> Iterator[tuple[Kind, int, int]]:
 
 
 def _is_split(run: Resolved, stage: int) -> bool:
-    """Whether weight gradients of a stage, or only of its head, may be deferred, so that gradients
-    are summed in backwards and reduced separately."""
+    """Whether weight gradients of a stage, or only of its head, may be deferred.
+
+    Gradients are then summed over micro-batches and reduced by a separate action.
+    """
     layout = run.layout
     if layout is None:
         return False
@@ -474,10 +493,10 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
         moved: list[int] = []
         if run.config.recompute.offload:
-            # Stages' inputs are held by the executor, except the first stage's.
+            # The pipeline executor holds the input of each stage but the first.
             held = stage.index > 0 and stage.layers[:1] == (layer,)
             kept, moved = _offloaded(kept, held)
-        if unit.kind == "head" or unit.name == "root":  # the last norm
+        if unit.kind == "head" or unit.name == "root":  # kept by the final norm
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         made = _UnitMemory(
@@ -497,15 +516,20 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
 
 
 def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
-    """Whether a unit's weight gradients are deferred. A chunked head computes them with the loss;
-    embeddings have no matmul."""
+    """Whether a unit's weight gradients are deferred.
+
+    A chunked head computes them with the loss; embeddings have no matmul.
+    """
     if kind == "head":
         return run.config.train.loss_chunks == 1 and _is_split(run, stage.index)
     return kind != "embedding" and layout.splits_backward
 
 
 def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
-    """Inputs of a unit's matmuls, and gradients of their results."""
+    """Return bytes (inputs, queued) that a unit holds for its deferred weight gradients.
+
+    `activations.deferred` defines both.
+    """
     if kind == "head":
         hidden, logits = int(activations.boundary(run)), activations.logits_gradient(run)
         if activations.queues_float8(run, None):
@@ -515,7 +539,10 @@ def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int]
 
 
 def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) -> None:
-    """Separate the tensors of a unit that stay until its weight gradients are computed."""
+    """Move the tensors that stay until W to `read`, `read_again` and `queued`.
+
+    W is the computation of the unit's deferred weight gradients.
+    """
     kept, again, wanted = (Counter(sizes) for sizes in (unit.kept, unit.again, reads))
     unit.defers_weights, unit.queued = True, gradients
     unit.read = list((wanted & kept).elements())
@@ -543,7 +570,7 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
 
 
 def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
-    """A layer's kept tensors, recomputed tensors, and largest tensor."""
+    """Return bytes of a layer's (kept tensors, recomputed tensors, largest tensor)."""
     kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
     return (
         list(kept.elements()),
@@ -553,11 +580,14 @@ def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
 
 
 def _makes_all(run: Resolved, layer: int) -> bool:
-    """Whether a layer's forward allocates all that its backward recomputes, as a compiled block
-    inside recomputation does, whose graph returns all of it. Eager operations free theirs one by
-    one, and a block of several graphs graph by graph."""
+    """Whether a layer's forward allocates all tensors that its backward recomputes at once.
+
+    The single graph of a compiled block with full recomputation does, since it returns all of them.
+    Eager operations free their results one by one; a block of several graphs frees them graph by
+    graph.
+    """
     parallel, recompute = run.config.parallel, run.config.recompute
-    if recompute.mode != "full" or not run.recomputes(layer):
+    if recompute.mode != "full" or recompute.modules or not run.recomputes(layer):
         return False
     separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
     cut = separate and parallel.dispatcher != "symmetric_memory"
@@ -565,7 +595,7 @@ def _makes_all(run: Resolved, layer: int) -> bool:
 
 
 def _offloaded(kept: list[int], held: bool) -> tuple[list[int], list[int]]:
-    """Split a layer's kept tensors into those on the device and those offloaded.
+    """Split a layer's kept tensors into (tensors on the device, offloaded tensors).
 
     Args:
         held: whether another object holds the layer's input, the first of the list.

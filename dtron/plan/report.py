@@ -42,7 +42,7 @@ def print_search(console: Console, searched: SearchResult, room: float, file: Ru
         file: config of the searched run.
     """
     headings = ["tok/s/GPU", "MFU", *_DEGREES, "schedule", "float8", "recompute"]
-    headings += ["limited by", f"of {room / GIB:.0f} GiB"]
+    headings += ["limited by", f"GiB of {room / GIB:.0f}"]
     made = table("fastest layouts", ["", *headings])
     for place, found in enumerate(searched.best, 1):
         parallel, time = found.run.parallel(), found.time
@@ -68,7 +68,7 @@ def print_search(console: Console, searched: SearchResult, room: float, file: Ru
 
 
 def changed_keys(file: RunConfig, config: RunConfig) -> str:
-    """List the differing keys as `section.key=value`, for a command line."""
+    """List the keys of `config` that differ from `file`, as words of a command line."""
     words = []
     for key, _, _ in fields(RunConfig):
         section, name = key.split(".")
@@ -80,7 +80,8 @@ def changed_keys(file: RunConfig, config: RunConfig) -> str:
 
 
 def _recompute(config: RunConfig) -> str:
-    return config.recompute.mode + (" + offload" if config.recompute.offload else "")
+    modules = f" of {', '.join(config.recompute.modules)}" if config.recompute.modules else ""
+    return config.recompute.mode + modules + (" + offload" if config.recompute.offload else "")
 
 
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
@@ -88,9 +89,9 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
     lines = [
         f"{parameters(memory)}, "
-        f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP a token (full), "
+        f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP per token (full), "
         f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
-        f"memory: {_size(memory['reserved'])} on pipeline rank {memory['worst_rank']} of "
+        f"memory: pipeline rank {memory['worst_rank']} reserves {_size(memory['reserved'])} of "
         f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
@@ -103,7 +104,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
 
 
 def parameters(memory: dict[str, Any]) -> str:
-    """Format the number of parameters, for a mixture also the active ones."""
+    """Format the number of parameters; for a mixture of experts, also of active parameters."""
     total, active = memory["parameters"], memory["active_parameters"]
     text = f"{_count(total)} parameters"
     return text if active == total else f"{text}, {_count(active)} active"
@@ -115,8 +116,10 @@ def _count(n: float) -> str:
 
 
 def number(x: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits, but all digits before the point: 0.01234,
-    12.34, 1,234,568."""
+    """Format a number with `digits` significant digits: 0.01234, 12.34, 1,234,568.
+
+    All digits before the decimal point are shown.
+    """
     return f"{x:.{digits}g}" if abs(x) < 10 ** (digits - 1) else f"{x:,.0f}"
 
 
@@ -128,7 +131,7 @@ def _size(n_bytes: float) -> str:
 
 def _host(memory: dict[str, Any]) -> str:
     most, limit = memory["host"] / GIB, memory["host_limit"] / GIB
-    return f"offloaded: {most:,.0f} GiB of the memory of each host, of {limit:,.0f} at most"
+    return f"offloaded: {most:,.0f} GiB of host memory per host, of {limit:,.0f} GiB at most"
 
 
 def _speed(plan: dict[str, Any]) -> list[str]:
@@ -157,7 +160,7 @@ def costs(cost: dict[str, float]) -> str:
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]] = (), words: int = 1
 ) -> Table:
-    """Make a table with left-aligned first columns and right-aligned numbers."""
+    """Make a table: the first `words` columns are left-aligned, the others right-aligned."""
     made = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i < words else "right", no_wrap=True)
@@ -167,8 +170,10 @@ def table(
 
 
 def _memory(memory: dict[str, Any]) -> Table:
-    """Print memory by class: equal pipeline ranks share a column, and empty classes are left
-    out."""
+    """Make a table of memory by class.
+
+    Equal pipeline ranks share a column, and classes without memory are left out.
+    """
     names = [*memory["ranks"][0]["classes"], "peak", "reserved"]
     most = max(rank["reserved"] for rank in memory["ranks"])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
@@ -184,12 +189,12 @@ def _memory(memory: dict[str, Any]) -> Table:
     return made
 
 
-COLLECTIVES = ("purpose", "axis", "collective", "ranks", "link", "a step", "GB", "s")
+COLLECTIVES = ("purpose", "axis", "collective", "ranks", "link", "calls", "GB", "s")
 PARTS = ("part", "s", "share")
 
 
 def collective_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Table rows of a plan's collectives, with the columns COLLECTIVES."""
+    """Yield table rows of a plan's collectives, with the columns COLLECTIVES."""
     for row in rows:
         yield (
             *(str(row[key]) for key in ("purpose", "axis", "kind", "ranks", "link")),
@@ -200,7 +205,7 @@ def collective_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]
 
 
 def part_rows(time: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Table rows of the parts of a step, in the order of PARTS."""
+    """Yield table rows of the parts of a step that take time, with the columns PARTS."""
     for name, seconds in time["parts"].items():
         if seconds:
             yield name, number(seconds), f"{seconds / time['step_seconds']:.1%}"

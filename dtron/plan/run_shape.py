@@ -1,4 +1,4 @@
-"""A run's settings with every degree resolved, the input of the planner's other files."""
+"""A run's settings with all parallel degrees resolved: the input of the other planner modules."""
 
 import functools
 from dataclasses import dataclass, field
@@ -24,16 +24,19 @@ from dtron.setup.rules import resolve
 ELEMENT = {"bfloat16": 2, "float32": 4}
 """Bytes per element, by dtype."""
 MOMENTS = {"adamw": 2, "sgd": 0}
-"""Number of an optimizer's moments."""
+"""Moments per parameter, by optimizer."""
 ROUNDS = 4
 
 
 def shortened(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the run with at most 4 rounds of micro-batches: schedules are periodic, so that time
-    per round, bubble and micro-batches in flight are those of the full step."""
+    """Return the config with at most ROUNDS x pp micro-batches per step.
+
+    Schedules repeat every pp micro-batches, so the bubble's seconds and the micro-batches in flight
+    do not change.
+    """
     try:
         p, m = config.parallel.pp, config.micro_batches(world_size)
-    except ConfigError:  # which the rules report
+    except ConfigError:  # the rules report it
         return config
     if p == 1 or m % p or m <= ROUNDS * p or config.parallel.schedule.endswith(".csv"):
         return config
@@ -64,54 +67,55 @@ class Resolved(Candidate):
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> "Resolved":
-        """Resolve a run.
+        """Return the run with all degrees, the model config, layout and float8 layers resolved.
 
         Raises:
-            ConfigError: lists all reasons why it cannot run on this number of ranks.
+            ConfigError: the run is not legal; the message lists all reasons.
         """
         return cls(config, world_size, *resolve(shortened(config, world_size), world_size))
 
     @staticmethod
     def model_of(config: RunConfig) -> DecoderConfig:
-        """The model config of a run, which may be illegal on any number of ranks."""
+        """Return the model config of a run; the run need not be legal."""
         return model_config(config.model.name, config.model.size, config.model.override)
-
-    @staticmethod
-    def flops_of(config: RunConfig) -> dict[str, float]:
-        """FLOPs per token, by convention."""
-        sizes, length = FlopsModel.of(Resolved.model_of(config)), config.train.seq_len
-        full = flops_per_token(sizes, length, "full")
-        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 
     @functools.cached_property
     def experts(self) -> dict[ExpertDegree, int]:
-        """Ranks by axis of the experts' mesh."""
+        """Number of ranks of each axis of the expert mesh."""
         return self.config.expert_degrees(self.world_size)
 
     @property
     def tp(self) -> int:
-        """Ranks of tensor parallelism."""
+        """Degree of tensor parallelism."""
         return self.degrees["tp"]
 
     @property
     def between(self) -> int:
-        """Number of ranks that split the tokens between attention and feed-forward."""
+        """Number of ranks that split the tokens of hidden states.
+
+        The number is tp with sequence parallelism, else 1.
+        """
         return self.tp if self.config.parallel.sequence_parallel else 1
 
     @property
     def separate_experts(self) -> bool:
-        """Whether experts are on another mesh than the rest (`expert.on_separate_mesh`)."""
+        """Whether experts use a separate mesh (`expert_parallel.on_separate_mesh`)."""
         return self.tp > 1 or self.experts["ep"] * self.experts["etp"] > 1
 
     @property
     def keeps_dense(self) -> bool:
-        """Whether the dense part is unshared, so that its rank keeps the gradients
-        (`bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals`)."""
+        """Whether dp_replicate x dp_shard x cp = 1, so that dense gradients are not reduced.
+
+        See `bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals`.
+        """
         return self.degrees["dp_replicate"] * self.shards == 1
 
     @property
     def keeps_experts(self) -> bool:
-        """Whether separate experts are unshared, so that their rank keeps the gradients."""
+        """Whether experts' gradients are not reduced.
+
+        True if experts are on a separate mesh with dp_replicate x edp_shard = 1.
+        """
         copies = self.degrees["dp_replicate"] * self.experts["edp_shard"]
         return self.separate_experts and copies == 1
 
@@ -142,13 +146,15 @@ class Resolved(Candidate):
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are sent to the ranks that sum them, in their own dtype."""
+        """Whether gradients are reduced by an all-to-all, in the dtype of computation."""
         return self.shards > 1 and self.config.parallel.reduce_by == "all_to_all"
 
     @property
     def sent_element(self) -> int:
-        """Bytes per element of a reduction's send buffer in the allocator's memory; copy engines
-        send from memory outside the allocator."""
+        """Bytes per element of a reduction's send buffer.
+
+        0 with copy engines, which send from memory outside the allocator.
+        """
         if self.exchanges:
             return 0 if self.config.parallel.copy_engines else self.element
         return self.reduce_element
@@ -207,13 +213,13 @@ class Resolved(Candidate):
         return layer >= self.model.n_dense_layers
 
     def kind(self, layer: int) -> str:
-        """dense, mixture, or prediction: a mixture that merges the tokens ahead."""
+        """Kind of a layer: dense, mixture (with experts) or prediction (MTP, with experts)."""
         if layer >= self.model.n_layers:
             return "prediction"
         return "mixture" if self.has_experts(layer) else "dense"
 
     def window(self, layer: int) -> int:
-        """Number of keys that a token attends to; 0: all before it."""
+        """Sliding window of a layer, in tokens; 0: no window."""
         return self._windows[layer] if layer < self.model.n_layers else self.model.window
 
     @functools.cached_property
@@ -221,24 +227,27 @@ class Resolved(Candidate):
         return self.model.windows
 
     def context(self, layer: int) -> ContextLayout:
-        """How a layer's attention arranges the cp ranks."""
+        """Context-parallel layout of a layer's attention."""
         parallel = self.config.parallel
         methods = parallel.cp_methods()
         return layout_of(methods[layer % len(methods)], self.degrees["cp"], parallel.cp_inner)
 
     def exchanges_halos(self, layer: int) -> bool:
-        """Whether a layer with a ring has a window, and so receives only what its queries see."""
+        """Whether ring attention has a sliding window, so that ranks exchange halos of keys."""
         return self.context(layer).rings and 0 < self.window(layer) < self.config.train.seq_len
 
     def halo(self, layer: int) -> int:
-        """Tokens of a micro-batch that a block receives, of the rank that receives most."""
+        """Halo tokens per micro-batch that a layer receives, on the rank that receives most."""
         outer, train, window = self.context(layer).outer, self.config.train, self.window(layer)
         half = train.seq_len // (2 * outer)
         most = max(received_tokens(outer, rank, half, window) for rank in range(outer))
         return most * train.micro_batch
 
     def float8_layers(self, layer: int | None) -> frozenset[str]:
-        """FQNs of a block's float8 layers, inside the block; None: of those outside of blocks."""
+        """Return the FQNs of a block's float8 layers, relative to the block.
+
+        `layer` None: of the float8 layers outside blocks.
+        """
         key = ("float8", layer)
         if key not in self.memo:
             pattern = MODELS[self.config.model.name].layer
@@ -250,19 +259,33 @@ class Resolved(Candidate):
         return self.memo[key]
 
     def gathered_in_float8(self, layer: int | None) -> frozenset[str]:
-        """Those of `float8_layers` whose weights FSDP gathers in float8, a byte an element."""
+        """Return the `float8_layers` whose weights FSDP gathers in float8, 1 byte per element."""
         return self.float8_layers(layer) if self.config.float8.all_gather else frozenset()
 
-    def recomputes(self, layer: int) -> bool:
-        """Whether a layer recomputes anything."""
-        return self.config.recompute.acts_on(layer)
+    def recomputes(self, layer: int, module: str = "") -> bool:
+        """Whether a layer recomputes anything.
+
+        With `module`: whether it recomputes that module of `recompute.modules`.
+        """
+        recompute = self.config.recompute
+        inside = not module or not recompute.modules or module in recompute.modules
+        return recompute.acts_on(layer) and inside
+
+    def recomputes_whole(self, layer: int) -> bool:
+        """Whether recomputation applies to a layer's whole block, including collectives.
+
+        False if it applies only to the modules of `recompute.modules`.
+        """
+        return self.config.recompute.acts_on(layer) and not self.config.recompute.modules
 
     def flops(self) -> dict[str, float]:
-        """FLOPs per token, by convention."""
-        return self.flops_of(self.config)
+        """Return FLOPs per token, by how attention is counted: full or causal."""
+        sizes, length = FlopsModel.of(self.model_of(self.config)), self.config.train.seq_len
+        full = flops_per_token(sizes, length, "full")
+        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 
     def parallel(self) -> dict[str, Any]:
-        """Every resolved degree and choice that shapes the run."""
+        """Return the resolved degrees, batch sizes and pipeline stages that `dtron plan` prints."""
         parallel = self.config.parallel
         found: dict[str, Any] = {"world_size": self.world_size}
         found |= {axis: self.degrees[axis] for axis in DEGREES}
@@ -277,8 +300,10 @@ class Resolved(Candidate):
 
 
 def expert_rows(run: Resolved) -> int:
-    """Token copies that a rank's experts receive per micro-batch with even loads; with padding to
-    capacity, the capacity of each expert."""
+    """Number of token copies that a rank's experts receive per micro-batch with even loads.
+
+    With `capacity_pad`, each expert receives as many as its capacity.
+    """
     model, own = run.model, -(-run.tokens // run.between)
     rows = own * model.experts_per_token
     if model.capacity_pad:
@@ -289,14 +314,16 @@ def expert_rows(run: Resolved) -> int:
 
 
 def pulls_rows(run: Resolved) -> bool:
-    """Whether token copies are dispatched through peers' memory."""
+    """Whether token copies are dispatched through symmetric memory."""
     pulls = run.config.parallel.dispatcher == "symmetric_memory"
     return pulls and run.experts["ep"] * run.experts["etp"] > 1
 
 
 def expert_room(run: Resolved) -> float:
-    """Token copies that a rank's expert buffers hold, over the rank's own token copies: with
-    unbounded buffers, those of even loads for each etp rank."""
+    """Capacity of a rank's expert buffers, as a multiple of the token copies that the rank sends.
+
+    Without symmetric memory the multiple is etp, that of even loads.
+    """
     ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
     if not pulls_rows(run):
         return float(etp)

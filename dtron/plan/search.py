@@ -1,16 +1,16 @@
 """Search for the fastest layout: legal, within memory, most predicted tokens per second.
 
-Degrees are powers of two, tp and cp at most 8, cp above 1 only from 8,192 tokens on, ep at least 8
-if there are enough ranks. Layouts that cannot be faster than the best ten are pruned: a layout's
-bound is the time of its layers with balanced pipeline ranks and without communication of
-parameters. Layouts whose average rank cannot fit are dropped first, then those with a rank that
-cannot fit even without fragmentation. Fragmentation is replayed, the fastest layouts first, until
-ten fit. Legality is checked by preflight.
+    tp x pp x cp x dp_replicate (dp_shard takes the rest); ep x etp; schedule x stages per rank;
+    micro-batch size; recompute mode; float8 with --float8
 
-    tp x pp x cp x dp_replicate, dp_shard takes the rest; ep x etp; schedule x stages per rank;
-    micro-batch; recompute; zero; float8 if asked for
-
-Activations are offloaded only if a layout does not fit otherwise, since offload is never faster.
+Degrees are powers of two. tp and cp are at most 8, cp > 1 only from 8,192 tokens on, ep at least 8
+if there are enough ranks. Layouts with an average rank that cannot fit are dropped first. The
+others are visited in the order of an upper bound of their speed, computed from the time of their
+layers with balanced pipeline ranks and without communication of parameters. A visit checks the
+rules of a run's start (`dtron.setup.rules`), drops a layout that cannot fit even without
+fragmentation, and predicts the time. Fragmentation is replayed for the fastest layouts, until ten
+fit; the rest are pruned. Activations are offloaded only if a layout does not fit otherwise: offload
+is never faster.
 """
 
 import functools
@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
-from dtron.plan.activations import block
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
 from dtron.plan.run_shape import ELEMENT, MOMENTS, Resolved
+from dtron.plan.saved_tensors import block
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
 
@@ -41,11 +41,11 @@ MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
 RECIPE = "tensorwise"
-"""The float8 recipe whose rates hardware rows have."""
+"""The float8 recipe that hardware rows have rates for."""
 HEADROOM = 0.05
-"""Predicted memory was off by up to 5% (docs/planning.md)."""
+"""Fraction of memory to leave free: predictions were off by up to 5% (docs/planning.md)."""
 TELL_EVERY = 10.0
-"""Seconds."""
+"""Seconds between two lines of progress."""
 COUNTS: tuple[str, ...] = ("enumerated", "pruned", "illegal", "too large", "predicted")
 
 
@@ -70,24 +70,24 @@ class FoundLayout:
 
     @property
     def limited(self) -> str:
-        """The two largest parts of its time."""
+        """The two largest parts of the step time, as text."""
         parts = sorted(self.time.parts.items(), key=lambda part: -part[1])[:2]
         return ", ".join(f"{name} {seconds / self.time.step:.0%}" for name, seconds in parts)
 
     @property
     def point(self) -> LayoutPoint:
-        """The layout as a point of the plot, with the bytes that it reserves."""
+        """The layout as a point of the plot; its bytes are those that the fullest rank reserves."""
         return LayoutPoint(self.memory.reserved, self.time.tokens_per_second_per_gpu, self.label)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search: the best layouts, and what was examined."""
+    """The best layouts of a search, all predicted layouts, and counts."""
 
     best: tuple[FoundLayout, ...]
     seen: tuple[LayoutPoint, ...]
-    """All predicted layouts, the best first; for those not in `best`, bytes are a lower bound
-    without fragmentation."""
+    """All predicted layouts, the best first. Bytes of layouts that are not in `best` are a lower
+    bound without fragmentation."""
     counts: dict[str, int]
     """Numbers of layouts: enumerated, pruned by the bound, illegal, too large, predicted."""
     headroom: float
@@ -110,14 +110,13 @@ def search(
         headroom: fraction of the device's memory to leave free.
         float8: also try float8, which changes numerics.
         processes: number of worker processes, which does not affect the result; 0: the number of
-            processors, at most `workers.PROCESSES`. Without fork, this process does all.
-        tell: called every TELL_EVERY seconds with the search's progress.
+            processors, at most `workers.PROCESSES`. Systems without fork use one thread.
+        tell: called every TELL_EVERY seconds with a line of progress.
     Raises:
-        ConfigError: no layout is legal and fits (the message has the number examined), or there are
-            no rates for the given settings.
+        ConfigError: no layout is legal and fits, or the given settings have no rates.
     """
     if why := why_no_time(config, hardware):
-        raise ConfigError(f"--search ranks layouts by time: {why}")
+        raise ConfigError(f"--search cannot predict times: {why}")
     if float8 and not hardware.ceiling_float8:
         raise ConfigError(f"--float8: {hardware.name} has no float8; leave it out")
     model = Resolved.model_of(config)
@@ -133,9 +132,9 @@ def search(
                 best.append(found)
             if tell and time.monotonic() - last > TELL_EVERY:
                 last = time.monotonic()
-                waiting = f"{len(space.queue):,} wait"
+                waiting = f"{len(space.queue):,} queued"
                 tell(f"{len(best)} of the best {most} found; {space.progress()}, {waiting}")
-    best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be close
+    best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be too low
     counts = space.counts
     for entry in space.queue:
         counts["pruned" if entry.timed is None else "predicted"] += 1
@@ -156,7 +155,7 @@ def search(
 
 
 def _label(choice: dict[str, Any]) -> str:
-    """A layout in words, without degrees of 1."""
+    """Return a layout in words; degrees of 1 are left out."""
     words = [f"{key} {choice[key]}" for key in ("tp", "cp", "pp", "ep", "etp", "dp_replicate")]
     words = [word for word in words if not word.endswith(" 1")]
     if choice["pp"] > 1:
@@ -186,7 +185,7 @@ class _TimedLayout:
 def _time(
     config: RunConfig, choice: dict[str, Any], world: int, hardware: Hardware
 ) -> _TimedLayout | str:
-    """Predict a choice's time, or return why not: illegal, or too large."""
+    """Predict the time of a choice; return "illegal" or "too large" if the choice cannot run."""
     try:
         run = Resolved.of(_with_choice(config, choice), world)
     except ConfigError:
@@ -207,16 +206,19 @@ def _fitting(
     part: int,
     of: int,
 ) -> tuple[RankMemory, ...] | None:
-    """Return `fitting` for a choice."""
+    """Return the memory of every `of`-th rank of a choice; None if a rank does not fit.
+
+    See `fitting` of `dtron.plan.memory`.
+    """
     return fitting(Resolved.of(_with_choice(config, choice), world), hardware, bounds, part, of)
 
 
 @dataclass(frozen=True, order=True)
 class _QueueEntry:
-    """Entry of the queue; the fastest sort first."""
+    """Entry of the queue, sorted fastest first."""
 
     slowness: float
-    """Minus the speed, or minus its bound until it is known."""
+    """Negative speed; until it is predicted, the negative upper bound from `_bound`."""
     number: int
     choice: dict[str, Any] = field(compare=False)
     timed: _TimedLayout | None = field(compare=False, default=None)
@@ -224,9 +226,11 @@ class _QueueEntry:
 
 @dataclass
 class _SearchQueue:
-    """Best-first queue of choices, highest bounds first. A popped choice without a time is timed
-    and queued again; a popped choice with a time is faster than all others can be, so its memory is
-    replayed, which takes longest by far."""
+    """Priority queue of choices, highest bound of speed first.
+
+    A popped choice without a time is timed and queued again. When a choice with a time is popped,
+    no other choice can be faster; its memory is then replayed, which takes by far the longest.
+    """
 
     config: RunConfig
     model: DecoderConfig
@@ -236,13 +240,13 @@ class _SearchQueue:
     queue: list[_QueueEntry] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     done: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    """Of `_bound`."""
+    """Cache of seconds per micro-batch in `_bound`."""
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(1))
     begun: dict[int, Future[_TimedLayout | str]] = field(default_factory=dict)
     """Pending times, by the entry's number."""
 
     def push(self, choice: dict[str, Any]) -> None:
-        """Queue a choice, or the same with activations offloaded, if its average rank can fit."""
+        """Queue a choice if an average rank can fit; else try it with activations offloaded."""
         self.counts["enumerated"] += 1
         limit = self.hardware.room
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
@@ -251,8 +255,10 @@ class _SearchQueue:
         heapq.heappush(self.queue, _QueueEntry(-bound, self.counts["enumerated"], choice))
 
     def pop(self) -> FoundLayout | None:
-        """Process the first entry; return its layout if it is the fastest left and fits, else
-        None."""
+        """Pop the first entry; return the layout if it has a time and fits, else None.
+
+        An entry without a time is timed and queued again.
+        """
         if self.queue[0].timed is None:
             self._begin()
         entry = heapq.heappop(self.queue)
@@ -288,8 +294,10 @@ class _SearchQueue:
         return ", ".join(f"{n:,} {what}" for what, n in self.counts.items())
 
     def _begin(self) -> None:
-        """Start to time the next entry, and as many after it as there are processes, as most of
-        them will be next."""
+        """Start to time the next entries in the background.
+
+        Two entries per process are timed, since most of them will be popped soon.
+        """
         several = 2 * self.processes if self.processes > 1 else 1
         nearest = [heapq.heappop(self.queue) for _ in range(min(several, len(self.queue)))]
         for entry in nearest:
@@ -300,7 +308,7 @@ class _SearchQueue:
                 )
 
     def _refuse(self, choice: dict[str, Any]) -> None:
-        """Drop a choice; if it is too large, queue it with activations offloaded."""
+        """Drop a choice; if the choice is too large, queue it with activations offloaded."""
         self.counts["too large"] += 1
         if not choice["offload"]:
             self.push({**choice, "offload": True})
@@ -357,7 +365,7 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def _expert_degrees(model: DecoderConfig, ranks: int) -> list[tuple[int, int]]:
-    """Yield the degrees (ep, etp) to try."""
+    """List the degrees (ep, etp) to try."""
     if not model.n_experts:
         return [(1, 1)]
     return [
@@ -370,14 +378,20 @@ def _expert_degrees(model: DecoderConfig, ranks: int) -> list[tuple[int, int]]:
 
 
 def _replicas(shards: int) -> list[int]:
-    """dp_replicate to try: shard over 8 ranks and replicate, or shard over all."""
+    """List the values of dp_replicate to try.
+
+    The values are 1, which shards over all ranks, and above 8 ranks the value that shards over 8
+    ranks.
+    """
     return [1, shards // 8] if shards > 8 and shards % 8 == 0 else [1]
 
 
 def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
-    """Return the run with a choice. Weights stay gathered over a step of several micro-batches;
-    pp_layout and keys of other schedules are reset. Unset keys stay unset, for
-    `dtron.plan.automatic`."""
+    """Return the config with a choice.
+
+    With several micro-batches, zero = 1 keeps weights gathered over the step. `pp_layout`,
+    `defer_head` and `high_priority` are reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
     if choice["micro_batches"] > 1:
@@ -396,6 +410,7 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "mode": choice["mode"],
             "every": 1,
             "first": 0,
+            "modules": [],
             "offload": choice["offload"],
         },
         float8={"recipe": choice["recipe"]},
@@ -415,9 +430,10 @@ def _bound(
     hardware: Hardware,
     done: dict[tuple[Any, ...], float],
 ) -> float:
-    """Lower bound of the step's time, as the slowest rank is at least as slow as the mean:
-    computation, collectives that it waits for, and the schedule's bubble, without communication of
-    parameters and updates.
+    """Return an upper bound of tokens per second and GPU, from a lower bound of the step's time.
+
+    The lower bound has computation, exposed collectives and bubble, without FSDP and update.
+    Pipeline ranks count as balanced, since the slowest rank is at least as slow as the mean.
 
     Args:
         done: cache of seconds per micro-batch through all layers, by the keys they depend on.
@@ -437,7 +453,7 @@ def _bound(
 
 
 def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
-    """Numbers of parameters in all blocks: dense part and experts."""
+    """Return the numbers of parameters in all blocks: (dense part, experts)."""
     layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers + model.mtp}
     found = [0, 0]
     for kind, number in layers.items():
@@ -453,8 +469,10 @@ def _least_bytes(
     weights: tuple[int, int],
     world: int,
 ) -> float:
-    """Lower bound of an average pipeline rank's bytes: its share of the state, and the fewest
-    activations in flight."""
+    """Return a lower bound of an average pipeline rank's bytes.
+
+    The bound has the rank's share of the state, and the fewest activations in flight.
+    """
     tp, pp, cp = (choice[key] for key in ("tp", "pp", "cp"))
     ep = choice["ep"] * choice["etp"]
     shards = world // (tp * pp * choice["dp_replicate"])
@@ -470,13 +488,16 @@ def _least_bytes(
     width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
     layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
-    if choice["offload"]:  # those of all but two layers are in host memory
+    if choice["offload"]:  # activations of all but two layers are in host memory
         layers, flying = min(2.0, layers), 1
     return state + width * tokens * layers * flying
 
 
 def pareto(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
-    """The Pareto front of (bytes, speed), by bytes."""
+    """Return the Pareto front of points (bytes, speed), in ascending order of bytes.
+
+    Each point is faster than all points with fewer bytes.
+    """
     front: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda each: (each[0], -each[1])):
         if not front or point[1] > front[-1][1]:

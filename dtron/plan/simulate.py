@@ -25,30 +25,36 @@ Link = tuple[str, int]
 
 
 class Traffic:
-    """Transfers over shared links. Concurrent transfers get equal shares of a link, and each runs
-    at the speed of its most loaded link."""
+    """Transfers over shared links.
+
+    Concurrent transfers get equal shares of a link; each transfer runs at the speed of its most
+    loaded link.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self._left: dict[Any, float] = {}
         self._links: dict[Any, tuple[Link, ...]] = {}
         self._rates: dict[Any, float] | None = {}
-        """Speeds of all active transfers, until one starts or ends."""
+        """Cached speeds of active transfers; None once one starts or ends."""
 
     def start(self, name: Any, seconds: float, links: tuple[Link, ...]) -> None:
-        """Start a transfer that takes `seconds` when it is alone."""
+        """Start a transfer that takes `seconds` without other transfers."""
         self._left[name], self._links[name] = seconds, links
         self._rates = None
 
     def next_end(self) -> float:
-        """Time at which the first transfer ends if no other starts; infinity: there is none."""
+        """Return the time at which the first transfer ends if no other transfer starts.
+
+        Without transfers, return infinity.
+        """
         if not self._left:
             return inf
         rates = self._shares()
         return min(self.now + left / rates[name] for name, left in self._left.items())
 
     def advance(self, until: float) -> list[Any]:
-        """Advance time, not beyond the next end; return the transfers that are done."""
+        """Advance time to `until`, at most `next_end()`; return the transfers that end by then."""
         rates, left, passed = self._shares(), self._left, until - self.now
         done = [name for name, rate in rates.items() if self.now + left[name] / rate <= until]
         for name, rate in rates.items():
@@ -81,8 +87,8 @@ def run_order(
 
     Args:
         costs: seconds by (stage, kind).
-        hop: seconds from one rank to another. Sends overlap computation; concurrent sends that
-            leave or reach a rank share its link.
+        hop: seconds of a send to another rank. Sends overlap computation; concurrent sends from or
+            to the same rank share its link.
     Returns:
         Seconds of the step, and spans by rank.
     """
@@ -133,7 +139,7 @@ def run_order(
 
 
 def _users(wanted: list[list[list[int]]]) -> dict[int, set[int]]:
-    """List the ranks that need a result."""
+    """Map each result to the ranks that need it."""
     found: dict[int, set[int]] = {}
     for rank, row in enumerate(wanted):
         for wants in row:

@@ -1,21 +1,19 @@
 """Predicted time of a step and its parts: computation, communication, bubble, update.
 
-    compute    matmuls, attention and elementwise work of the slowest pipeline rank
-    tp, cp, ep collectives that computation waits for; async tp hides most of tp's, ring attention
-               what it overlaps
-    offload    copies of activations over the host link, if they take longer than a layer
-    fsdp       all-gathers and reduce-scatters overlap computation, and both slow down by measured
-               rates; computation waits for the rest; the first gather and the last reduction are
-               not overlapped
-    copies     FSDP's copies on the computation stream: weights out of gathers, gradients into
-               reductions and into sums over micro-batches
-    bubble     length of the schedule, simulated with each stage's time, minus the ranks'
-               computation
+    compute    matmuls, attention and elementwise kernels of the slowest pipeline rank
+    tp, cp, ep exposed collectives; async TP and ring attention hide a fraction of theirs (HIDDEN)
+    offload    waits for copies of activations over the host link
+    fsdp       exposed all-gathers and reduce-scatters, and the slowdown of computation that they
+               overlap, by measured rates; the first gather and the last reduction overlap nothing
+    copies     FSDP's copies on the computation stream: weights out of all-gather buffers, gradients
+               into send buffers and into sums over micro-batches
+    bubble     length of the schedule, simulated with the time of each stage, minus computation and
+               exposed collectives of the slowest rank
     update     norm, clip and AdamW, at memory bandwidth
     host       time by which issuing the step takes longer than all of the above
 
-benchmarks/PLANNING.md lists which constants were fitted, and to which runs. Times are known for
-bfloat16 and float8; runs in float32 get no time.
+benchmarks/PLANNING.md lists which constants were fitted, and to which runs. Hardware rows have
+rates for bfloat16 and float8; runs in float32 get no time.
 """
 
 import functools
@@ -37,17 +35,19 @@ from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 
 COPIED = 0.1
-"""Fraction of the time of an overlapped collective by copy engines that adds to the step. It is
-fitted to one pair of runs: Llama-3-8B's step on 4 H200, whose collectives take 71 ms alone, fell by
-29 ms. The cost of collectives by kernels is measured (`Hardware.overlap`)."""
+"""Fraction of its time that an overlapped collective adds to the step if copy engines run it.
+Fitted to one pair of runs of Llama-3-8B on 4 H200: collectives take 71 ms alone, and the step
+became 29 ms shorter. For collectives that run in kernels, `Hardware.overlap` is measured."""
 HIDDEN = {"async_tp": 0.6, "ring": 0.6}
-"""Fraction of a collective's time that computation hides."""
+"""Fraction of a collective's time that computation hides. The fraction of async TP is that of dense
+models."""
 TENSOR_COPIES = 3.0
-"""Copies of a tensor-parallel collective's tensor: chunks gathered along the sequence are
-concatenated, and split again before a reduction."""
+"""Bytes that copies move around a tp collective, as a multiple of its size: chunks gathered along
+the sequence are concatenated, and tensors are split before a reduction."""
 ADAMW = {"float32": 28, "bfloat16": 20}
 ADAMW_RATE = 0.8
-"""Bytes per element of the update, and the fraction of a copy's rate that it reaches."""
+"""ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
+update, as a fraction of a copy's rate."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Prediction:
     """Fraction of the step in which the slowest pipeline rank waits for others."""
     tokens_per_second_per_gpu: float
     flops: dict[str, float]
-    """FLOP/s per GPU, by convention."""
+    """FLOP/s per GPU, by how attention is counted: full or causal."""
     mfu: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
@@ -74,18 +74,18 @@ class Prediction:
 
 
 def why_no_time(config: RunConfig, hardware: Hardware) -> str:
-    """Why the planner has no rates for a run's precision; empty if it has."""
+    """Return why a run's precision has no rates; empty: rates exist."""
     recipe = config.float8.recipe
     if config.train.dtype != "bfloat16":
         return f"train.dtype = {config.train.dtype!r} has no rates; use bfloat16"
     if recipe and RECIPES[recipe].kernel != "scaled_mm":
-        return f"float8.recipe = {recipe!r} is emulated, or has matmuls without measured rates"
+        return f"float8.recipe = {recipe!r} is emulated or has no measured rates; use tensorwise"
     if recipe and RECIPES[recipe].grad_weight is None:
-        return f"float8.recipe = {recipe!r}mixes matmuls in two dtypes, which are not counted"
+        return f"float8.recipe = {recipe!r} has bfloat16 and float8 GEMMs: no rates; use tensorwise"
     if config.float8.experts:
-        return "float8.experts: grouped matmuls in float8 have no rates"
+        return "float8.experts = True: grouped float8 matmuls have no rates; leave it out"
     if recipe and not hardware.ceiling_float8:
-        return f"float8.recipe = {recipe!r} is emulated on {hardware.name}: it has no float8"
+        return f"float8.recipe = {recipe!r} is emulated on {hardware.name}: no rates; leave it out"
     return ""
 
 
@@ -93,7 +93,7 @@ def predict(run: Resolved, hardware: Hardware) -> Prediction:
     """Predict the time of a step.
 
     Raises:
-        ConfigError: there are no rates for the run's precision.
+        ConfigError: the hardware row has no rates for the run's precision.
     """
     if why := why_no_time(run.config, hardware):
         raise ConfigError(f"no time is predicted: {why}")
@@ -121,18 +121,18 @@ class _RankSeconds:
     work: dict[str, float]
     """Computation by kind."""
     exposed: dict[str, float]
-    """Collectives that computation waits for, by purpose."""
+    """Waits of computation for collectives and offload, by purpose."""
     sent: dict[str, float]
     """FSDP's collectives without overlap, by kind."""
 
     @property
     def compute(self) -> float:
-        """Computation of all kinds."""
+        """Seconds of computation of all kinds."""
         return sum(self.work.values())
 
     @property
     def busy(self) -> float:
-        """Busy time without FSDP, bubble and update."""
+        """Seconds of computation and waits, without FSDP, bubble and update."""
         return self.compute + sum(self.exposed.values())
 
 
@@ -147,8 +147,11 @@ def _load(run: Resolved, rank: int, hardware: Hardware) -> _RankSeconds:
 
 
 def _fsdp(run: Resolved, rank: int, load: _RankSeconds, hardware: Hardware) -> float:
-    """Seconds that FSDP's collectives add: per forward and backward, with a pipeline over the whole
-    step."""
+    """Seconds that FSDP's collectives add to a step.
+
+    Overlap is computed for each forward and each backward; with a pipeline, for the whole step at
+    once.
+    """
     phases = [_OverlapPhase(load.sent, _spread(load.work, load.busy))]
     if run.layout is None:
         phases = list(_phases(run, rank, load.busy, hardware))
@@ -171,8 +174,10 @@ def _prediction(
 
 
 def busy_seconds(run: Resolved, hardware: Hardware) -> float:
-    """Seconds per micro-batch through all layers: computation and the collectives that it waits
-    for."""
+    """Return the seconds of a step with one micro-batch and one stage.
+
+    Computation, exposed collectives and waits for offload count; FSDP and update do not.
+    """
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
     offload = _offload(run, (stage,), hardware)
@@ -180,8 +185,10 @@ def busy_seconds(run: Resolved, hardware: Hardware) -> float:
 
 
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
-    """Seconds per step that layers wait for copies to the host and back. Without a pipeline, the
-    last layer is not offloaded."""
+    """Seconds per step that layers wait for copies to the host and back.
+
+    Without a pipeline, the last layer is not offloaded.
+    """
     if not run.config.recompute.offload:
         return 0.0
     layers = [layer for stage in stages for layer in stage.layers]
@@ -191,7 +198,7 @@ def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> fl
 
 
 def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
-    """Computation of a stage per micro-batch, by kind."""
+    """Return the seconds of a stage's computation per micro-batch, by kind."""
     alike: dict[tuple[str, bool, int], Work] = {}
     found: Work = {}
     for index in stage.layers:
@@ -203,7 +210,7 @@ def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
 
 
 def stage_seconds(run: Resolved, stage: Stage, hardware: Hardware) -> Seconds:
-    """Computation of a stage per micro-batch, all kinds."""
+    """Return the seconds of a stage's computation per micro-batch, summed over kinds."""
     return total(stage_work(run, stage, hardware))
 
 
@@ -224,8 +231,11 @@ def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[
 
 
 def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict[str, float]:
-    """Seconds of FSDP's collectives without overlap, by the resources they use: gathering kernels,
-    reducing kernels, and copy engines, which gather and exchange."""
+    """Return the seconds of FSDP's collectives without overlap, by kind.
+
+    `all_gather` and `reduce_scatter` run in kernels; `copied` are all-gathers and all-to-alls of
+    copy engines.
+    """
     found = {"all_gather": 0.0, "reduce_scatter": 0.0, "copied": 0.0}
     for each in sent:
         kind = "all_gather" if each.kind == "all_gather" else "reduce_scatter"
@@ -236,27 +246,27 @@ def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict
 
 
 def _spread(work: dict[str, float], busy: float) -> dict[str, float]:
-    """Scale work to other total seconds: waits of computation count as more of the same work."""
+    """Scale seconds of computation to `busy` in total, so that waits count as computation."""
     share = busy / max(sum(work.values()), 1e-12)
     return {kind: seconds * share for kind, seconds in work.items()}
 
 
 @dataclass(frozen=True)
 class _OverlapPhase:
-    """Collectives and work that overlap: seconds of each without overlap, by kind."""
+    """Collectives and computation that overlap: seconds of each without overlap, by kind."""
 
     sent: dict[str, float]
     work: dict[str, float]
 
 
 def _added(phase: _OverlapPhase, hardware: Hardware) -> float:
-    """Seconds that overlapped collectives add to work.
+    """Return the seconds that collectives add to a phase: slower computation, and exposed time.
 
-    Work of W seconds that keeps a fraction r of its rate under a collective takes W / r; in that
-    time the collective, which keeps a fraction q of its rate, completes q W / r of its seconds. A
-    collective of C seconds thus overlaps a fraction C / (q W / r) of the work and adds W (1 / r -
-    1) times that. Computation waits for the part of collectives that is longer than all of the
-    work.
+    While both overlap, computation runs at a fraction r of its full speed, and a collective at a
+    fraction q (`Hardware.left`). All computation of the phase, W seconds without overlap, then
+    takes W / r seconds. In this time, q W / r seconds of collectives complete. Collectives of C
+    seconds thus overlap a fraction f = C / (q W / r) of the computation and add f W (1 / r - 1)
+    seconds. If f > 1, only 1 / f of the collectives is overlapped; the rest is exposed.
     """
     covered = added = 0.0
     for sent, seconds in phase.sent.items():
@@ -275,16 +285,19 @@ def _added(phase: _OverlapPhase, hardware: Hardware) -> float:
 
 
 def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterator[_OverlapPhase]:
-    """Overlapping work and collectives of each forward and backward, as FSDP orders its streams
-    (`FSDPParamGroup.wait_for_unshard` and `post_backward` of torch 2.11):
+    """Yield the computation and collectives that overlap, for each forward and each backward.
 
-    forward     the next gather overlaps a unit, and the copy out of the last gather
-    backward    the next gather begins when the last is copied out, and a unit's reduction is waited
-                for before the next one is copied in: a unit overlaps one gather, with its cast and
-                copy in, and one reduction, with its sum; copies on the computation stream overlap
+    FSDP orders its streams as follows (`FSDPParamGroup.wait_for_unshard`, `post_backward`; torch
+    2.11):
+
+    forward     the next gather overlaps a unit, and the copy out of the previous gather
+    backward    the next gather begins when the previous one is copied out. A unit's reduction ends
+                before the next one is copied in. So a unit overlaps one gather, with its cast and
+                copy in, and one reduction, with its sum. Copies on the computation stream overlap
                 nothing
 
-    A collective longer than the unit it overlaps is not hidden by any other unit.
+    Units are added up: of a collective that is longer than its unit, the excess counts as hidden by
+    the computation of other units.
     """
     m, policy = run.micro_batches, run.policy
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
@@ -304,11 +317,10 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     out = 2 * whole / hardware.copy
     cast = 4 * shard + part if run.element < 4 else 0
     copied_in = (cast + 2 * part) / hardware.copy if sum(again.values()) else 0.0
-    # Unshared gradients are summed on the computation stream (`copied_bytes`).
+    # Gradients that are not reduced are summed on the computation stream (`copied_bytes`).
     summed = sum(part for u in held(run, rank) for _, part in reductions(run, u))
     for i in range(m):
-        gathers = i == 0 or not policy.keep_gathered
-        gather = once if gathers else {}
+        gather = once if i == 0 or not policy.keep_gathered else {}
         yield _OverlapPhase(gather, _plus(ahead, {"copy": out} if sum(gather.values()) else {}))
         part = 1 / m if policy.reduce_each_micro_batch else float(i == m - 1)
         reduce = {kind: seconds * part for kind, seconds in sums.items()}
@@ -328,7 +340,11 @@ def _most(seconds: dict[str, float]) -> str:
 
 
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
-    """Seconds of the first unit's gather before all computation, and of its reduction after it."""
+    """Return the seconds of FSDP's collectives that overlap nothing.
+
+    These are the first unit's all-gather, which runs before all computation, and the first unit's
+    reduction, which runs after all computation.
+    """
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     if not own:
         return 0.0
@@ -339,13 +355,14 @@ def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
 def copied_bytes(run: Resolved, rank: int) -> float:
     """Bytes per step that FSDP reads and writes on the computation stream.
 
-    A gathered weight is copied out of its buffer; an unshared one is cast from float32. A gradient
-    is copied into the reduction's buffer; if gradients are first summed over micro-batches, it is
-    cast in the first and added in the others. Parameters sharded along another dim than the first
-    are concatenated once more after a gather, and split before a reduction. Gradients of unshared
-    parameters have no reduction (`bypass_reduction` of `dtron.parallelisms.fsdp.torch_internals`):
-    each is cast to float32 and added to those of earlier micro-batches, or added in its dtype if it
-    waits for the last micro-batch.
+    A gathered weight is copied out of its buffer. A weight that is not sharded is cast from
+    float32. A gradient is copied into the reduction's buffer; if gradients are first summed over
+    micro-batches, that of the first is cast and those of the others are added. Parameters sharded
+    on another dim than dim 0 are concatenated once more after a gather, and split before a
+    reduction.
+    Gradients that are not reduced (`bypass_reduction` of
+    `dtron.parallelisms.fsdp.torch_internals`) are cast to float32 and added to those of earlier
+    micro-batches; if they wait for the last micro-batch, they are added without a cast.
     """
     m, policy, sums = run.micro_batches, run.policy, run.reduce_element
     summed = run.times_reduced < m
@@ -364,7 +381,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
             for (whole, shard), keeps in by_keeping(run, unit):
                 if shard < whole:
                     weight = times * 2 * run.element
-                else:  # stays gathered until the backward
+                else:  # cast, and kept until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * (weight + (kept if keeps else gradient))
             found += unit.columns * (2 * times * run.element + turned)
@@ -379,7 +396,10 @@ def _update(run: Resolved, hardware: Hardware) -> float:
 
 
 def timeline(run: Resolved, hardware: Hardware) -> Timeline:
-    """Simulate the schedule of a shortened step with the computation of each stage, in seconds."""
+    """Simulate the schedule of a shortened step, with seconds of computation.
+
+    Transfers between ranks take no time.
+    """
     costs = _costs(run, hardware, dict.fromkeys(range(run.degrees["pp"]), 1.0))
     _, spans = run_order(run.order, len(run.stages), costs)
     ranks = tuple(stage.rank for stage in run.stages)
@@ -387,8 +407,10 @@ def timeline(run: Resolved, hardware: Hardware) -> Timeline:
 
 
 def _pipelined(run: Resolved, hardware: Hardware, loads: dict[int, _RankSeconds]) -> float:
-    """Length of the schedule with each stage's times; waits inside a rank's stages are spread over
-    their actions."""
+    """Seconds of the simulated schedule of a step.
+
+    A rank's waits lengthen each of its actions by the same factor.
+    """
     short = shortened(run.config, run.world_size).micro_batches(run.world_size)
     stretch = {  # a rank may have only empty stages
         rank: 1 + sum(load.exposed.values()) / load.compute if load.compute else 1.0

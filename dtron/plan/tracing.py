@@ -1,13 +1,13 @@
-"""Trace one step of one rank with the real code, without its memory and peers.
+"""Trace one step of one rank with the real code, without its memory and without other ranks.
 
 `dtron.training.build` and the passes build the model on the meta device, under a fake process group
-of the real world size; storage is fake, and `TrainStep` runs the step. A dispatch mode sees every
-operator and counts collectives, and the bytes of storages from their allocation to their release.
+of the real world size. `TrainStep` runs the step on fake tensors. A dispatch mode sees every
+operator. It counts collectives, and the bytes of storages from their allocation to their release.
 
-Differences from a GPU, and their substitutes:
+Differences from a step on GPUs:
 
     attention       one operator with the results of a fused kernel; its inside is not traced
-    RMSNorm         likewise
+    RMSNorm         one operator, likewise
     compiled code   runs eagerly
     experts         get even loads, since fake counts cannot be read
     documents       each sequence is one document
@@ -37,15 +37,12 @@ from dtron.parallelisms.context.attention import (
     run_context_attention,
     run_context_attention_backward,
 )
-from dtron.parallelisms.expert.expert_parallel import AllToAll
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.fsdp.torch_internals import gathered_buffers, parameter_groups
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.initialize import materialize
-from dtron.parallelisms.mesh import (
-    MICRO_AXES,
-    TOKEN_AXES,
-)
+from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES
 from dtron.parallelisms.pipeline.executor import Pipeline
 from dtron.parallelisms.pipeline.split_backward import (
     run_grouped_input_gradient,
@@ -60,8 +57,8 @@ from dtron.training.build import BuiltRun, ModelBuilder, build_mesh, build_run
 
 CPU = torch.device("cpu")
 CLASSES = ("parameters", "optimizer", "gathered", "buffers", "forward", "backward", "update")
-"""Classes of live bytes: weight shards; moments; gathered weights; gather buffers; tensors made by
-the forward; by the backward, gradients and recomputed tensors included; by norm and update."""
+"""Classes of live bytes: weight shards; moments; gathered weights; FSDP's buffers; tensors made by
+the forward; by the backward, with gradients and recomputed tensors; by norm and update."""
 
 Table = dict[str, dict[str, dict[str, int]]]
 
@@ -71,28 +68,28 @@ class RankTrace:
     """Memory and collectives of one rank's step; bytes."""
 
     rank: int
-    """In the world."""
+    """Global rank."""
     place: Mapping[str, int]
     """The rank's index on every axis of the mesh."""
     parameters: int
     gradients: int
     """Allocated bytes when the last backward is complete."""
     optimizer: int
-    """Moments."""
+    """Allocated bytes of moments."""
     peak: int
     at_peak: Mapping[str, int]
     """Bytes by CLASSES, at the peak."""
     collectives: Table
-    """Collectives, in the form of `CollectiveCounter.table`."""
+    """Result of `CollectiveCounter.table`."""
     seconds: float
     """Duration of the trace."""
 
 
 def trace(config: RunConfig, world_size: int, rank: int) -> RankTrace:
-    """Build one rank of a run and trace a step.
+    """Trace a training step of one rank, with fake tensors and a fake process group.
 
     Args:
-        config: without settings of `exact.refusals`, and not compiled.
+        config: result of `exact.traceable`; `exact.refusals` must return an empty list for it.
     """
     start = time.perf_counter()
     with _fake_group(world_size, rank), warnings.catch_warnings():
@@ -121,14 +118,17 @@ def _no_mask(documents: Any, positions: Tensor) -> Mask:
 
 
 FUSED = Backend("traced", _attend, lambda need: None, _no_mask, narrow_values=True, kernel="math")
-"""Attention as one operator, of which the trace sees only inputs and outputs."""
+"""Attention as one operator: the trace sees only its inputs and outputs."""
 
 
 class Balanced(AllToAll):
     """All-to-all dispatch with even loads."""
 
     def read(self, sizes: Tensor, _n_rows: int) -> list[list[int]]:
-        """See AllToAll."""
+        """Return the rows to send to and to receive from each rank, for even loads.
+
+        `AllToAll` reads these numbers from `sizes`.
+        """
         each, more = divmod(_n_rows, self.ep)
         counts = [each + (i < more) for i in range(self.ep) for _ in range(self.etp)]
         received = [counts[self.etp * (self.group.rank() // self.etp)]] * (self.ep * self.etp)
@@ -147,8 +147,11 @@ class _BuiltRank:
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> "_BuiltRank":
-        """Build a rank: meshes and passes on the meta device; storage of weights, and all later
-        tensors, are fake."""
+        """Build a rank: its meshes, sharded model, optimizer and batches.
+
+        Parallelisms are applied on the meta device. Weights, and all tensors that a step creates,
+        are fake tensors.
+        """
         model, layout, _ = resolve(config, world_size)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = build_mesh(config, world_size, "cpu")
@@ -167,7 +170,7 @@ class _BuiltRank:
         _fuse_norms(parallel_model.applied.parts.values())
         if model.n_experts:
             for axes in (TOKEN_AXES, MICRO_AXES):
-                mesh.group(*axes)  # a mesh cannot be made of fake tensors
+                mesh.group(*axes)  # not under fake tensors, with which no mesh can be created
         n = config.micro_batches(world_size)
         batches = [_batch(config, builder) for _ in range(n)]
         with fake:
@@ -175,8 +178,11 @@ class _BuiltRank:
         return cls(config, builder, run, batches, fake)
 
     def trace(self) -> RankTrace:
-        """Trace a step after the run's first: moments exist, and DTensor has cached the sharding of
-        its operators, which it derives from tensors of full size."""
+        """Trace the second step.
+
+        By then moments exist, and DTensor has cached the sharding of its operators; to derive a
+        sharding, it makes tensors of full size.
+        """
         mesh, applied = self.run.model.mesh, self.run.model.applied
         parameters = list(dict(applied.named_parameters()).values())
         if isinstance(self.run.model.execution, Pipeline):
@@ -213,7 +219,10 @@ class _BuiltRank:
         )
 
     def _expect_shapes(self, pipeline: Pipeline) -> None:
-        """Give all stages the shape of stages' outputs, and check it in the trace."""
+        """Set the shape of stage outputs, and check it in the trace.
+
+        Outside of the trace, pipeline ranks receive this shape.
+        """
         train, mesh = self.config.train, self.run.model.mesh
         tokens = self.batches[0].tokens.shape
         between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1
@@ -230,8 +239,10 @@ class _BuiltRank:
 
 
 def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
-    """Make a micro-batch of this rank: one document per sequence and no padding, with a padding
-    mask if routers take one."""
+    """Make a micro-batch of this rank with one document per sequence and no padding.
+
+    If routers take a padding mask, it has one.
+    """
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     model = builder.setup.config
@@ -242,7 +253,7 @@ def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
 
 
 def _run_inside(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator so that the trace sees its inside, with arguments that it can read."""
+    """Wrap the body of an operator so that it runs on fake tensors, visible to the trace."""
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:
@@ -252,8 +263,11 @@ def _run_inside(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _readable(arg: Any) -> Any:
-    """Replace arguments: a fused attention kernel instead of `math`, and numbers instead of scalar
-    tensors, which cannot be read while all tensors are fake."""
+    """Replace an argument by a value that code can read while tensors are fake.
+
+    The name `math` of an attention kernel becomes that of a fused kernel; a real scalar tensor
+    becomes its number.
+    """
     if isinstance(arg, Tensor):
         real = not isinstance(arg, FakeTensor) and arg.dim() == 0
         with unset_fake_temporarily():
@@ -267,12 +281,11 @@ OPENED = {
     torch.ops.dtron.grouped_input_gradient.default: _run_inside(run_grouped_input_gradient),
     torch.ops.dtron.linear_input_gradient.default: _run_inside(run_linear_input_gradient),
 }
-"""Operators whose inside the trace sees, for the collectives they issue or the gradients they
-defer."""
+"""Operators whose bodies are traced too: they issue collectives or defer gradients."""
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Make RMS norms one operator, as on GPUs; on a CPU torch decomposes them."""
+    """Make each RMSNorm one operator, as on GPUs; on a CPU torch decomposes it."""
     for module in (m for part in parts for m in part.modules() if isinstance(m, RMSNorm)):
         module.forward = functools.partial(_normed, module)  # type: ignore[method-assign]
 
@@ -300,8 +313,8 @@ class _Norm(torch.autograd.Function):
 class _UsageTracker(CollectiveCounter):
     """Dispatch mode that counts collectives and live bytes.
 
-    Gathered weights are freed by a resize that no operator shows: their sizes are read at each of
-    FSDP's operators, and before a peak is recorded.
+    FSDP frees gathered weights by a resize, which is not an operator. Their sizes are read at each
+    operator of FSDP, and before a peak is recorded.
     """
 
     def __init__(self, axis_of_group: dict[str, str], parts: Iterable[nn.Module]) -> None:
@@ -311,7 +324,7 @@ class _UsageTracker(CollectiveCounter):
         self.peak = 0
         self.at_peak: dict[str, int] = {}
         self._entered = 0
-        """Nesting depth: 1 outside, 1 more in each operator traced inside."""
+        """Nesting depth: 1 outside of operators, 1 more inside each of OPENED."""
         self._live: dict[int, tuple[weakref.ref, int, str]] = {}
         self._bytes: Counter[str] = Counter()
         self._total = self._gathered = 0
@@ -330,8 +343,10 @@ class _UsageTracker(CollectiveCounter):
             torch.autograd.backward = self._plain_backward
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
-        """Replace torch.autograd.backward, which Tensor.backward calls too; all that it runs,
-        including recomputation, counts as backward."""
+        """Replace torch.autograd.backward, which Tensor.backward also calls.
+
+        All that runs inside, including recomputation, counts as backward.
+        """
         self.in_backward = True
         try:
             self._plain_backward(*args, **kwargs)
@@ -339,7 +354,7 @@ class _UsageTracker(CollectiveCounter):
             self.in_backward = False
 
     def begin(self, held: Mapping[str, Iterable[Tensor]]) -> None:
-        """Count tensors that exist before the step, by class."""
+        """Count the tensors that exist before the step. `held`: tensors by memory class."""
         for name, tensors in held.items():
             for tensor in tensors:
                 self._add(tensor, name)
@@ -393,7 +408,7 @@ class _UsageTracker(CollectiveCounter):
             self._gathered += storage.nbytes()
 
     def _forget(self, key: int) -> None:
-        """Count a storage as a gathered weight from now on."""
+        """Stop counting a storage in its first class, since it now counts as a gathered weight."""
         reference, size, name = self._live[key]
         self._live[key] = (reference, 0, name)
         self._bytes[name] -= size

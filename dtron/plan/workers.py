@@ -23,8 +23,9 @@ def most_processes() -> int:
 
 @contextlib.contextmanager
 def pool(processes: int) -> Iterator[Executor]:
-    """Make a pool of forked processes, since importing torch takes seconds; for one process, a
-    thread.
+    """Make a pool of forked processes, which need not import torch again.
+
+    For `processes` = 1, make a pool of one thread.
 
     Raises:
         DtronError: a process was killed.
@@ -37,7 +38,7 @@ def pool(processes: int) -> Iterator[Executor]:
         yield found
     except BrokenProcessPool as error:
         raise DtronError(
-            "--search: a worker process was killed, perhaps for its memory; run it where more "
+            "--search: a worker process was killed, perhaps out of memory; run it where more "
             "memory is free"
         ) from error
     finally:
@@ -45,9 +46,9 @@ def pool(processes: int) -> Iterator[Executor]:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent is killed; a worker would wait for work forever."""
+    """Exit when the parent process ends; otherwise a worker would wait for tasks forever."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has one"
+    assert parent is not None, "a worker process has a parent"
 
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -1,11 +1,11 @@
-"""Attempts of a run: why the last one ended, how long recovery took, and when to give up.
+"""Record why an attempt (a start or restart) of a run failed and how long the recovery takes.
 
-    RUN/attempt.json       the current attempt, or the last one if it failed
-    RUN/ends/rank-R.json   why rank R of that attempt ended, written when it ends by an error
+    RUN/attempt.json       the current attempt, or the previous attempt if that failed
+    RUN/ends/rank-R.json   why rank R of that attempt ended: an error or a signal
 
-Rank 0 writes the first file once it has locked the run directory; a killed rank writes no record.
-An attempt makes progress if it completes a checkpoint. (torchrun's `--max-restarts` counts all
-attempts.)
+Rank 0 writes attempt.json once it has locked the run directory. A killed rank writes no record. An
+attempt that completes a checkpoint makes progress; a run ends after too many attempts in a row
+without progress. (torchrun's `--max-restarts` counts all restarts.)
 """
 
 import contextlib
@@ -35,10 +35,10 @@ log = logging.getLogger("dtron")
 LOST_PEER, PEER_FAILED = "lost another rank", "another rank has failed"
 STOPPED = "stopped by a signal"
 _NOT_THE_CAUSE = (LOST_PEER, PEER_FAILED, STOPPED)
-"""Records of ranks that ended because of another rank or a signal."""
+"""Causes in the records of ranks that ended because of another rank or a signal."""
 _PHASES = (
-    ("noticed", "stop", "until the others ended"),
-    ("ended", "restart", "until they were started again"),
+    ("noticed", "stop", "until all ranks ended"),
+    ("ended", "restart", "until the restart"),
     ("launched", "import", "imports"),
     ("entered", "rendezvous", "rendezvous"),
     ("met", "model", "data and model"),
@@ -46,8 +46,8 @@ _PHASES = (
     ("loaded", "first_step", "first step, with compilation"),
     ("stepped", "", ""),
 )
-"""Events of a recovery in order: (event, name of the phase until the next event in metrics
-(`recovery_import_seconds`), its name in the log)."""
+"""(event, metric, log) in order of time: `metric` and `log` name the phase from this event to the
+next event. The seconds of phase `import` are the metric `recovery_import_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ _Record = TypeVar("_Record", _Attempt, _End)
 
 
 class Attempts:
-    """Records of this attempt and of the previous one.
+    """Writes the records of this attempt, and reads those of the previous attempt.
 
     Args:
         folder: the run directory.
@@ -90,7 +90,7 @@ class Attempts:
         self._attempt: dict[str, Any] = {}
 
     def mark(self, event: str) -> None:
-        """Record the time of an event of `_PHASES`."""
+        """Record the time of an event of `_PHASES`; later calls for the same event do nothing."""
         self._times.setdefault(event, time.time())
 
     def met(self, token: str) -> None:
@@ -99,7 +99,7 @@ class Attempts:
         self.mark("met")
 
     def begin(self, step: int, most: int) -> None:
-        """On rank 0: log why the last attempt ended, and count attempts without progress.
+        """On rank 0: log why the previous attempt ended, and count attempts without progress.
 
         Called once rank 0 has locked the run directory.
 
@@ -129,8 +129,8 @@ class Attempts:
         if most and idle >= most:
             raise NoProgressError(
                 f"{idle} attempts in a row have ended without a new checkpoint (faults."
-                f"max_attempts = {most}), the last one because {self._cause}; fix the cause, save "
-                "more often (checkpoint.interval), or set faults.max_attempts = 0"
+                f"max_attempts = {most}); last cause: {self._cause}; fix the cause, save more "
+                "often (checkpoint.interval), or set faults.max_attempts = 0 (no limit)"
             )
         shutil.rmtree(self._ends, ignore_errors=True)
         self._write(self._path, self._attempt)
@@ -140,13 +140,13 @@ class Attempts:
         self._write(self._path, {**self._attempt, "hosts": list(hosts)})
 
     def record_end(self, cause: str) -> None:
-        """Record why this rank ends by an error; best effort.
+        """Record why this rank ends. If the record cannot be written, log a warning.
 
-        An error of this rank is never replaced by one of its consequences (`_NOT_THE_CAUSE`), nor a
-        signal by a lost rank.
+        A cause in `_NOT_THE_CAUSE` (another rank failed, or a signal) does not replace a recorded
+        error of this rank or signal.
         """
         end = {"token": self._token, "host": platform.node(), "cause": cause, "time": time.time()}
-        with self._recording:  # called in threads too, by signals and the watchdog
+        with self._recording:  # the threads of `StopSignal` and the watchdog call this too
             if cause in _NOT_THE_CAUSE and self._recorded_cause not in ("", LOST_PEER, PEER_FAILED):
                 return
             self._recorded_cause = cause
@@ -161,7 +161,8 @@ class Attempts:
     def recovered(self) -> dict[str, float]:
         """After the first step: log the time of each phase of the recovery; return metrics.
 
-        Empty if the last attempt ended without an error.
+        Return an empty dict on ranks other than 0, and if the previous attempt ended without
+        an error.
         """
         self.mark("stepped")
         if not self._cause:
@@ -177,7 +178,7 @@ class Attempts:
     def _restart(self) -> str:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         if not self._place.attempt:
-            return "the last attempt did not end in order"
+            return "the last attempt did not end normally"
         return f"restart {self._place.attempt}" + (f" of {most}" if most else "")
 
     def _read_ends(self) -> dict[int, dict[str, Any]]:
@@ -197,10 +198,10 @@ class Attempts:
 
 
 def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world_size: int) -> str:
-    """Find out why an attempt ended, from its ranks' records.
+    """Return why an attempt ended, derived from the records of its ranks.
 
-    The cause is the first error that is not a consequence of another rank's; without one, the ranks
-    that have no record were killed.
+    The cause is the earliest error that is not a consequence of another rank's error. If no rank
+    has recorded such an error, the ranks without a record were killed.
 
     Args:
         ends: record of each rank that has one.
@@ -230,7 +231,7 @@ def why_ended(ends: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], world
 def seconds_of(times: Mapping[str, float]) -> dict[str, float]:
     """Compute the seconds of each phase from the times of events; some events may be missing.
 
-    Negative seconds, from clocks of different hosts, become 0.
+    Negative seconds, which occur if the clocks of hosts differ, become 0.
     """
     known = [(times[event], phase) for event, phase, _ in _PHASES if event in times]
     pairs = itertools.pairwise(known)
@@ -243,7 +244,7 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 
 def _job(place: Place) -> str:
-    """Name of the Slurm or torchrun job that starts attempts; attempts are counted per job."""
+    """Return the Slurm or torchrun job of this attempt; attempts are counted per job."""
     slurm = os.environ.get("SLURM_JOB_ID")
     return f"slurm {slurm}" if slurm else place.job
 
@@ -258,7 +259,7 @@ def _process_start() -> float:
 
 
 def _read(path: Path, kind: type[_Record]) -> _Record | None:
-    """A record that an earlier attempt left; None: there is none, or it is damaged."""
+    """Read a record of an earlier attempt; None: the record is missing or damaged."""
     try:
         return TypeAdapter(kind).validate_python(parse(read_text(path, MB)))
     except FileNotFoundError:
@@ -267,5 +268,5 @@ def _read(path: Path, kind: type[_Record]) -> _Record | None:
         why = first_failure(error)
     except (OSError, ValueError) as error:
         why = cause_of(error, path)
-    log.warning("%s is damaged and not used: %s", path, why)
+    log.warning("%s is damaged and ignored: %s", path, why)
     return None

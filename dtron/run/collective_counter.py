@@ -1,8 +1,8 @@
 """Count the collectives of a step: calls and bytes by mesh axis.
 
-Every collective of torch.distributed passes the dispatcher with its process group, in the namespace
-of c10d (FSDP2, plain calls) or of functional collectives (DTensor). Bytes are those of the input or
-the output, whichever is larger. Compiled blocks run eagerly while collectives are counted.
+Every collective of torch.distributed passes through the dispatcher with its process group, as an
+operator of c10d (FSDP2, plain calls) or of functional collectives (DTensor). The bytes of a call
+are the larger of its input and output. Compiled blocks run eagerly during the count.
 """
 
 from collections import defaultdict
@@ -41,7 +41,7 @@ _NAMES = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context in which collectives are counted.
+    """Context manager that counts collectives.
 
     Args:
         axis_of_group: mesh axis by process-group name, from `Mesh.group_names`.

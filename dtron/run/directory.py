@@ -1,18 +1,19 @@
-"""The run directory: its files, and what a start does with existing ones.
+"""The run directory: its files, and what a start does with existing files.
 
-    config.toml      resolved config, which repeats the run (config-1.toml, ...: earlier starts)
+    config.toml      resolved config, usable with --config (config-1.toml, ...: earlier starts)
     run.json         metadata of the run: versions, mesh, stages, chosen settings
     metrics.jsonl    one object per logged step
     steps.json       the time of every step, if metrics.step_times
     lock, ranks      the processes that use the directory (`dtron/run/lock.py`)
-    committed.json   the newest complete checkpoint, which may be elsewhere
-    attempt.json     the current attempt; ends/: why ranks ended (`dtron/run/attempts.py`)
+    committed.json   path of the newest complete checkpoint, which may be outside of RUN
+    attempt.json     the current attempt (`dtron/run/attempts.py`)
+    ends/            why the ranks of the attempt ended
     begun            torchrun's id of the job that is training; removed at the end
     hangs/step-N/    stacks of each rank, if a step did not end
     tensorboard/  checkpoints/  trace/
 
 A run that resumes from a checkpoint in its directory continues these files. Any other start first
-renames existing ones by a number.
+renames the files of the earlier run (metrics-1.jsonl, checkpoints-1, ...).
 """
 
 import contextlib
@@ -40,14 +41,14 @@ _OUTPUTS = (
 )
 
 _WRITTEN = ("run.json", "metrics.jsonl", "committed.json")
-"""Files by which a run directory is known."""
+"""A folder with one of these files is a run directory."""
 
 _METRICS_BYTES = 16_000 * MB
 _PARTIAL = re.compile(rf".*{PARTIAL_SUFFIX}")
 
 
 class RunDir:
-    """Paths of a run directory, and the writes to it, which only rank 0 does."""
+    """Paths in a run directory, and the methods by which rank 0 writes to it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -65,7 +66,7 @@ class RunDir:
     def open(self, config_toml: str, resumed_step: int | None) -> None:
         """Prepare the directory for a run that resumes after `resumed_step`; None: a new run.
 
-        Raises ConfigError: something in it cannot be written or moved.
+        Raises ConfigError: a file in it cannot be written or moved.
         """
         with self._refusing():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,12 +82,12 @@ class RunDir:
             write_atomically(self.config, config_toml, synced=False)
 
     def note_begun(self, job: str) -> None:
-        """Record the job that is training, for its restarts. Raises ConfigError."""
+        """Record the job that is training, for its restarts. Raises ConfigError: a write fails."""
         with self._refusing():
             write_atomically(self.begun, job, synced=False)
 
     def forget_begun(self) -> None:
-        """Remove the record of the job that is training. Raises ConfigError: it is no file."""
+        """Remove the record of the job that is training. Raises ConfigError: the removal fails."""
         with self._refusing():
             self.begun.unlink(missing_ok=True)
 
@@ -98,7 +99,7 @@ class RunDir:
             path = error.filename or self.path
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: {path} cannot be written: "
-                f"{error.strerror or error}; make room, move it away, or set another run.dir"
+                f"{error.strerror or error}; free space, move the file away, or set another run.dir"
             ) from None
 
     def write_run_json(self, info: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ class RunDir:
         _try_to_write(self.committed, json.dumps({"checkpoint": str(folder)}) + "\n")
 
     def noted_checkpoint(self) -> str:
-        """Return the checkpoint of the last `note_checkpoint`; empty: none."""
+        """Return the path from the latest `note_checkpoint`; "" if no path was recorded."""
         try:
             return str(parse(read_text(self.committed, MB))["checkpoint"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -127,25 +128,27 @@ class RunDir:
             file = open_regular(self.metrics, _METRICS_BYTES)
         except OSError as error:
             raise ConfigError(
-                f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move it away"
+                f"{self.metrics} cannot be read: {cause_of(error, self.metrics)}; move the file "
+                "away"
             ) from None
         with file:
             write_atomically(self.metrics, _rows_until(step, file), synced=False)
 
 
 def _rows_until(step: int, file: BinaryIO) -> Iterator[str]:
-    """Rows of metrics up to a step; one at a time is in memory."""
+    """Yield the rows of metrics.jsonl up to a step; only one row is in memory."""
     while row := file.readline(MB):
         if (at := _row_step(row)) is not None and at <= step:
             yield row.decode().rstrip("\n") + "\n"
 
 
 def check_not_moved(file: str | Path, run_dir: str, overrides: Iterable[str]) -> None:
-    """Check that the config.toml of a run is of this run directory, if no override names one.
+    """Check that a config.toml in a run directory has that directory as run.dir.
+
+    Overrides may set another run.dir.
 
     Raises:
-        ConfigError: the directory was moved or copied, so that the run would start afresh in the
-            old place.
+        ConfigError: the directory was moved or copied; a new run would start in the old folder.
     """
     folder, own = Path(file).expanduser().parent, Path(run_dir).expanduser()
     written = re.fullmatch(r"config(-\d+)?\.toml", Path(file).name)
@@ -155,8 +158,8 @@ def check_not_moved(file: str | Path, run_dir: str, overrides: Iterable[str]) ->
     if not named and os.path.realpath(folder) != os.path.realpath(own):
         raise ConfigError(
             f"run.dir = {run_dir!r} is not {str(folder)!r}, the run directory of --config {file}: "
-            f"it was moved, or run.dir is relative to another folder; add run.dir={folder} to "
-            f"continue there, or run.dir={own} for a run in that folder"
+            f"the directory was moved, or run.dir is relative to another folder; add "
+            f"run.dir={folder} to resume that run, or run.dir={own} to train in that folder"
         )
 
 
@@ -170,7 +173,7 @@ def _row_step(row: bytes) -> int | None:
 
 
 def _read_config(path: Path) -> str | None:
-    """Read the config of an earlier start; None if it cannot be read."""
+    """Read the config of an earlier start; None: the config cannot be read."""
     try:
         return read_text(path, TOML_BYTES)
     except (OSError, ValueError):

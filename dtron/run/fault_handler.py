@@ -1,6 +1,6 @@
-"""Handle everything that can end a rank: a hang, a signal, an error, an error of another rank.
+"""Stop a rank after a hang, a signal, or an error of this or of another rank.
 
-Only one rank reports a failure; ranks that fail as a consequence raise a PeerError.
+Only the rank that fails first reports its error. Ranks that fail as a consequence raise PeerError.
 """
 
 import contextlib
@@ -33,24 +33,25 @@ class FaultHandler:
 
     def __init__(self, config: RunConfig, place: Place, attempts: Attempts, hangs: Path) -> None:
         self.config, self.place, self.attempts, self.hangs = config, place, attempts, hangs
-        self.watchdog: Watchdog | None = None
-        """None if faults.hang_seconds is 0."""
+        self.watchdog = Watchdog(0, hangs, place.rank, place.world_size)
         self._modules: Mapping[nn.Module, str] = {}
         self._step: Callable[[], int] = int
 
     @contextlib.contextmanager
     def watching(self, phase: str) -> Iterator[None]:
-        """Context in which the watchdog runs, first in `phase`: "rendezvous" or "start"."""
-        self.watchdog = self._begin_watchdog(phase)
+        """Run the watchdog in this context; `phase` is "rendezvous" or "start"."""
+        seconds = self.config.faults.watched_seconds(self.config.parallel.timeout_seconds)
+        place, record = self.place, self.attempts.record_end
+        self.watchdog = Watchdog(seconds, self.hangs, place.rank, place.world_size, record)
+        self.watchdog.begin(phase)
         try:
             yield
         finally:
-            if self.watchdog is not None:
-                self.watchdog.end()
+            self.watchdog.end()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Context that pauses the watchdog, for reading checkpoints, which has other time-outs."""
-        return self.watchdog.paused() if self.watchdog is not None else contextlib.nullcontext()
+        """Return a context manager that pauses the watchdog, for checkpoint reads."""
+        return self.watchdog.paused()
 
     def built(self, modules: Mapping[nn.Module, str], step: Callable[[], int]) -> None:
         """Set modules and step for error messages, once the model is built.
@@ -66,14 +67,14 @@ class FaultHandler:
         """Open the process group and catch signals; record and explain errors.
 
         Raises:
-            PeerError: this rank failed because another rank did.
+            PeerError: this rank failed because another rank failed.
             OutOfMemoryError: names step, module and memory in use.
         """
         memory = MemoryInUse(self.place.local_world_size)
         failure = FirstFailure(self.place.rank, self.place.world_size, rendezvous.token)
         stop = StopSignal(self.config.faults.stop_seconds, failure, self._record_signal)
         timeout = self.config.parallel.timeout_seconds
-        with stop:  # includes the handling of errors, since torchrun may send SIGTERM before it
+        with stop:  # also around the error handling, since torchrun may send SIGTERM during it
             try:
                 with process_group(self.place, timeout, rendezvous.store):
                     yield stop
@@ -100,10 +101,9 @@ class FaultHandler:
         if failure.reported_by_peer():
             return PeerError(PEER_FAILED, stop.terminated)
         if not is_out_of_memory(error):
-            if self.watchdog is not None:
-                self.watchdog.timed_out(error)
-            if self._modules and is_of_lost_peer(error):  # earlier, an address may be wrong
-                log.error("rank %d lost another rank: %s", self.place.rank, error)
+            self.watchdog.timed_out(error)
+            if self._modules and is_of_lost_peer(error):  # while building, an address may be wrong
+                log.error("rank %d lost a connection: %s", self.place.rank, error)
                 return PeerError(LOST_PEER, stop.terminated)
             return None
         if not failure.claim():
@@ -112,17 +112,8 @@ class FaultHandler:
         return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
 
     def _record_signal(self) -> None:
-        """Record that a signal was received, as torchrun sends it when another rank has failed.
+        """Record that a signal stops this rank; torchrun sends SIGTERM if another rank fails.
 
         If all ranks stop without an error, `Attempts.finish` invalidates the record.
         """
         self.attempts.record_end(STOPPED)
-
-    def _begin_watchdog(self, phase: str) -> Watchdog | None:
-        seconds = self.config.faults.watched_seconds(self.config.parallel.timeout_seconds)
-        if not seconds:
-            return None
-        place, record = self.place, self.attempts.record_end
-        watchdog = Watchdog(seconds, self.hangs, place.rank, place.world_size, record)
-        watchdog.begin(phase)
-        return watchdog

@@ -1,11 +1,11 @@
 """Locks of a run directory, so that only one run writes to it.
 
-    RUN/lock     locked by rank 0 (flock) until its process ends; contains that process
-    RUN/ranks    one record per rank with its process, locked by the rank until it ends
+    RUN/lock     locked by rank 0 (flock) until its process ends; contains its host and process id
+    RUN/ranks    a record per rank with host and process id, locked until the rank's process ends
 
-The locks work across hosts that share the file system. At a start, rank 0 locks the first file and
-waits until no record of the second is locked, since ranks of an earlier attempt may outlive its
-rank 0. Other ranks read the directory only after that.
+The locks work across hosts that share the file system. At a start, rank 0 locks RUN/lock and waits
+until no record of RUN/ranks is locked, since ranks of an earlier start may outlive their rank 0.
+Other ranks read the directory only after that.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ _POLL_SECONDS = 0.1
 _RECORD = 512
 _MAX_LISTED = 4
 _FLOCK = struct.Struct("hhqqi4x")
-"""`struct flock` of 64-bit Linux: type, whence, start, length, process."""
+"""`struct flock` of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
 _HAS_RECORD_LOCKS = hasattr(fcntl, "F_OFD_SETLK") and sys.platform == "linux"
 
 
 class RunLock:
-    """Lock of a run directory; the constructor waits until no rank of another start uses it.
+    """Lock of a run directory; waits until no rank of another start uses the directory.
 
     Args:
         wait_seconds: maximum time to wait for ranks of another start to end.
     Raises:
-        ConfigError: on rank 0: such ranks have not ended; names their hosts and processes.
+        ConfigError: on rank 0, if ranks of another start still run; names hosts and processes.
         PeerError: on the other ranks, in the same case.
     """
 
@@ -58,21 +58,24 @@ class RunLock:
             if place.rank == 0:
                 self._acquire(place, wait_seconds)
                 acquired = "yes"
-        except OSError as error:  # not writable, which `preflight` reports; or locks do not work
+        except OSError as error:  # not writable (`preflight` reports it), or locking fails
             acquired = "yes"
             if self._file is not None:
-                log.warning("%s cannot be locked (%s); run only one run here", directory, error)
+                log.warning(
+                    "%s cannot be locked (%s); do not start another run in it", directory, error
+                )
         finally:
             acquired = rendezvous.broadcast_from_rank_0("lock", acquired, wait_seconds)
         if acquired != "yes":
-            raise PeerError("rank 0 was refused the run directory")
+            raise PeerError("rank 0 cannot lock the run directory")
         self._ranks.acquire(place)
 
     def release(self, started: bool = True) -> None:
         """Release the lock; every rank calls it.
 
         Args:
-            started: false: the run did not start; remove the directory if it was created for it.
+            started: whether the run has started; if not, a directory that was created for the run
+                is removed.
         """
         self._ranks.release()
         if self._file is None:
@@ -110,12 +113,12 @@ class RunLock:
         self._ranks.clear()
 
     def _lock(self) -> str:
-        """Try to lock the file; return the process that has locked it, or "" on success."""
+        """Try to lock the file; return the process that holds the lock, or "" on success."""
         if self._file is not None:
             return ""
         file = _open(self._path)
         try:
-            self._file = file  # set before flock: an error is then one of locks, not of the path
+            self._file = file  # if flock fails, `__init__` sees that the file could be opened
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(file, self._path):
                 return ""
@@ -131,11 +134,11 @@ class RunLock:
 
 
 class RankLocks:
-    """File with one record per rank, which a live rank keeps locked and which has its process.
+    """File with a record per rank: its host and process id, locked while the rank is alive.
 
-    Record R, of `_RECORD` bytes, belongs to rank R. Locks are open file description locks
-    (F_OFD_SETLK of Linux; on other systems nothing is locked): they end with the process, and can
-    be tested without being acquired.
+    Record R, of `_RECORD` bytes, belongs to rank R. The locks are Linux's open file description
+    locks (F_OFD_SETLK). A lock ends with its process, and can be tested without being acquired. On
+    other systems nothing is locked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +146,7 @@ class RankLocks:
         self._file: IO[bytes] | None = None
 
     def acquire(self, place: Place) -> None:
-        """Lock and write this rank's record; log a warning if it cannot be locked."""
+        """Lock and write this rank's record; log a warning if the record cannot be locked."""
         if not _HAS_RECORD_LOCKS:
             return
         try:
@@ -153,16 +156,17 @@ class RankLocks:
             os.pwrite(
                 self._file.fileno(), record[: _RECORD - 1].ljust(_RECORD - 1).encode() + b"\n", at
             )
-        except (OSError, ConfigError) as error:  # rank 0 has refused what is no regular file
+        except (OSError, ConfigError) as error:  # for a special file, rank 0 raises an error
             log.warning(
-                "%s: rank %d cannot lock its record (%s); another start would not see it",
+                "%s: rank %d cannot lock its record (%s); another start of the run will "
+                "not wait until this rank has exited",
                 self.path,
                 place.rank,
                 cause_of(error, self.path),
             )
 
     def owners(self) -> str:
-        """List the ranks that have locked a record, with host and process; empty: none."""
+        """Describe the ranks that hold a lock, with host and process; "" if no rank does."""
         if not _HAS_RECORD_LOCKS:
             return ""
         with _open(self.path, os.O_RDWR) as file:
@@ -171,7 +175,7 @@ class RankLocks:
         return "; ".join(found[:_MAX_LISTED]) + more
 
     def clear(self) -> None:
-        """Delete the records of earlier ranks, none of which is locked."""
+        """Delete the records of earlier ranks, whose locks have ended."""
         if _HAS_RECORD_LOCKS:
             with _open(self.path, os.O_RDWR) as file:
                 file.truncate(0)
@@ -184,10 +188,10 @@ class RankLocks:
 
 
 def _locked(file: IO[bytes], first: int = 0, n: int = MAX_RANKS) -> Iterator[int]:
-    """Yield the ranks, of n from `first` on, whose records another open file has locked, in order.
+    """Yield, in order, the ranks in [first, first + n) whose records other processes have locked.
 
-    By halves, since of several locks in a range the system names any. The size of the file says
-    nothing: a record may not be written yet.
+    Halve the range recursively, since F_OFD_GETLK returns one arbitrary lock of a range. Also
+    search beyond the end of the file, since a rank locks its record before it writes the record.
     """
     found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _flock(first * _RECORD, n * _RECORD))
     if _FLOCK.unpack(found)[0] == fcntl.F_UNLCK:
@@ -218,7 +222,7 @@ def _process(place: Place) -> dict[str, Any]:
 
 
 def _open(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> IO[bytes]:
-    """Open or create a file. Raises ConfigError: a link or a special file is there."""
+    """Open or create a file. Raises ConfigError: the path is a link or a special file."""
     try:
         return open_own(path, flags)
     except OSError:
@@ -228,7 +232,7 @@ def _open(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> IO[bytes]:
 
 
 def _owner(found: dict[str, Any], rank: str = "") -> str:
-    """Describe the process of a record; empty if the record is empty."""
+    """Describe the process of a record, after the prefix `rank`; an empty record: only the rank."""
     if not found:
         return rank.removesuffix(", ")
     job = f", job {found['job']}" if found.get("job") else ""
@@ -252,7 +256,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _is_same_file(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is still the one at the path."""
+    """Whether the path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -35,7 +35,7 @@ _GROUPS = (
     ("optim", ("grad_norm", "lr", "skipped")),
     ("speed", ("tokens_per_second", "mfu", "seconds", "recovery")),
     ("memory", ("memory_gib",)),
-    ("data", ("tokens", "padding")),
+    ("data", ("tokens", "padding", "data_seconds")),
     ("float8", ("float8",)),
 )
 """(TensorBoard group, prefixes of its metrics); an exact match takes precedence over a prefix."""
@@ -69,14 +69,18 @@ class Throughput:
 
         Args:
             tokens: tokens of the step on all ranks.
-            attended: mean attended length: seq_len; with documents of length L sum(L^2) / sum(L).
+            attended: attended length, 2 * (mean number of keys per query) - 1: seq_len, or
+                sum(L^2) / sum(L) for documents of length L.
         """
         self._steps += 1
         self._tokens += tokens
         self._attended += attended
 
     def read(self) -> Row:
-        """Return means since the last call; seconds are per step, MFU is None on unknown GPUs."""
+        """Return means since the previous call: tokens per second, MFU and seconds per step.
+
+        MFU is None on GPUs of unknown peak.
+        """
         steps, tokens, attended = self._steps, self._tokens, self._attended
         seconds = time.perf_counter() - self._since
         self.restart()
@@ -91,7 +95,7 @@ class Throughput:
         return {**row, "seconds": seconds / steps}
 
     def restart(self) -> None:
-        """Restart the measurement, for example after work that is not training."""
+        """Restart the measurement, for example after a validation."""
         self._since, self._steps, self._tokens, self._attended = time.perf_counter(), 0, 0, 0.0
 
 
@@ -105,8 +109,8 @@ def peak_memory_gib() -> float:
 class MetricsWriter:
     """Writes rows of metrics on rank 0; does nothing on other ranks.
 
-    A write that fails logs one warning and does not stop training. Rows of metrics.jsonl are kept
-    and written later; TensorBoard is closed.
+    If a write fails, a warning is logged and training continues. Rows of metrics.jsonl are kept and
+    written later; TensorBoard logging stops.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class MetricsWriter:
             self._write_pending(path)  # creates the file before the first row
         self._board: SummaryWriter | None = None
         if active and tensorboard:
-            with self._board_or_none():  # a resumed run purges scalars after its start
+            with self._board_or_none():  # a resumed run purges the scalars of later steps
                 self._board = _open_board(tensorboard, start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
@@ -140,7 +144,7 @@ class MetricsWriter:
 
     @property
     def writes_tensorboard(self) -> bool:
-        """Whether TensorBoard logs are written: not if they were given up."""
+        """Whether TensorBoard logs are written; False after a failed write."""
         return self._board is not None
 
     def text(self, tag: str, text: str) -> None:
@@ -181,7 +185,7 @@ class MetricsWriter:
                 self._board.close()
 
     def _write_pending(self, path: Path) -> None:
-        """Append pending rows, all or none; rows that cannot be written stay pending."""
+        """Append all pending rows, or keep them all pending if they cannot be written."""
         try:
             self._check_mounted(path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +201,7 @@ class MetricsWriter:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s cannot be written: %s; training goes on and rows are kept for later",
+                    "%s cannot be written: %s; training continues and rows are written later",
                     path,
                     error.strerror or error,
                 )
@@ -206,10 +210,7 @@ class MetricsWriter:
             self._pending.clear()
 
     def _check_mounted(self, path: Path) -> None:
-        """Call `check_mounted`, which is slow, every few seconds.
-
-        Also whenever the device of the run directory has changed.
-        """
+        """Call the slow `check_mounted` every 5 s, and whenever the folder's device changes."""
         now = time.monotonic()
         if now - self._checked < _MOUNT_SECONDS and self._device == _device(path.parent):
             return
@@ -218,16 +219,16 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _board_or_none(self) -> Iterator[None]:
-        """Context that stops using TensorBoard if it raises, also from its own thread."""
+        """Disable TensorBoard after an error in this context, also of TensorBoard's thread."""
         try:
             yield
         except Exception as error:
             self._board = None
-            log.warning("TensorBoard logs are given up: %s; training goes on", error)
+            log.warning("TensorBoard logging stops: %s; training continues", error)
 
 
 def _device(folder: Path) -> int | None:
-    """Return the device of a folder; None if the folder does not exist."""
+    """Return the device number of a folder; None if the folder does not exist."""
     try:
         return folder.stat().st_dev
     except OSError:
@@ -269,7 +270,7 @@ def _line(row: Mapping[str, float | int | None]) -> str:
 
 
 def _remaining(row: Mapping[str, float | int | None], steps: int) -> str:
-    """Return `  ETA 1:02:03` from the seconds of the last steps; empty at the end."""
+    """Return `  ETA 1:02:03`, computed from the row's seconds per step; "" at the end."""
     left = steps - (row["step"] or 0)
     seconds = row.get("seconds")
     if not left or seconds is None:

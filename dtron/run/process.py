@@ -1,7 +1,7 @@
 """Set-up of a rank's process: ranks, device, logging, process groups and seeds.
 
-There is one process per rank, started by torchrun or alone. Collectives on GPU tensors use NCCL; a
-gloo group for CPU tensors is used for agreements between ranks, without the device.
+There is one process per rank, started by torchrun, or a single process. Collectives on GPU tensors
+use NCCL. Ranks agree on decisions in a gloo group on CPU tensors, without waiting for the GPU.
 """
 
 import atexit
@@ -32,12 +32,12 @@ from dtron.io.filesystem import dangling_link
 log = logging.getLogger("dtron")
 _INTEGER = re.compile(r"[0-9]{1,18}", re.ASCII)
 _PROBE_BYTES = 1 << 16
-"""Size of the test file at a start; an empty file could be written to a full disk."""
+"""Size of the test file at a start; an empty file can be written even to a full disk."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks and world sizes of this process, from torchrun's environment; else world size 1."""
+    """Rank and world size of this process, from torchrun's environment; default: world size 1."""
 
     rank: int
     local_rank: int
@@ -47,14 +47,14 @@ class Place:
     local_world_size: int = 1
     """Number of ranks on this host."""
     job: str = ""
-    """torchrun's id of the job, unchanged by restarts; empty: none."""
+    """torchrun's id of the job, unchanged by restarts; "" without an id."""
 
     @classmethod
     def of_environment(cls) -> "Place":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_*.
 
         Raises:
-            ConfigError: one of them is no number, or out of range.
+            ConfigError: a variable is not an integer, or out of range.
         """
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         world_size = environment_integer("WORLD_SIZE", 1, 1, MAX_RANKS)
@@ -81,7 +81,7 @@ _LAUNCHER = "start ranks with torchrun, or correct it (RANK < WORLD_SIZE)"
 def environment_integer(
     variable: str, default: int, least: int, most: int, fix: str = _LAUNCHER
 ) -> int:
-    """Read an integer from the environment. Raises ConfigError: it is none, or out of range."""
+    """Read an integer environment variable. Raises ConfigError: not an integer, or out of range."""
     if (text := os.environ.get(variable)) is None:
         return default
     if not _INTEGER.fullmatch(text) or not least <= int(text) <= most:
@@ -93,11 +93,12 @@ def environment_integer(
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Logs to stdout; where its reader has ended or its disk is full, lines are dropped and
-    training goes on."""
+    """Logs to stdout.
+
+    If the reader of stdout has ended or the disk is full, lines are dropped and training continues.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Drop a line that cannot be written."""
         if not isinstance(error := sys.exc_info()[1], OSError):
             super().handleError(record)
         elif error.errno == errno.EPIPE:
@@ -105,27 +106,26 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 def drop_unwritten() -> None:
-    """Make sure that what stdout still holds is no error when the process ends."""
+    """Flush stdout; if that fails, discard the buffer, which would raise when the process ends."""
     try:
         sys.stdout.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stdout is None or closed
         return
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Escapes control characters, which a terminal would obey."""
+    """Escapes control characters, which a terminal would execute."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         return printable(super().format(record))
 
 
 def set_up_logging(place: Place, console: Console) -> None:
-    """Log on rank 0 to the console; on other ranks only errors, since warnings are equal."""
+    """Log to the console: everything on rank 0, only errors on other ranks."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
@@ -140,16 +140,16 @@ def set_up_logging(place: Place, console: Console) -> None:
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if place.rank == 0 else logging.ERROR)
-    # FSDP of torch 2.13 warns per unit of in-place operations on its outputs; dtron has none.
+    # In torch 2.13, each FSDP unit warns about in-place operations on its outputs; dtron has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) -> Iterator[None]:
-    """Context with the default process group; an existing one is used.
+    """Create the default process group for this context; an existing group is used unchanged.
 
     Args:
-        store: store of the ranks of this attempt (`rendezvous.meet`).
+        store: key-value store of this attempt's ranks, from `rendezvous.meet`.
     """
     if dist.is_initialized():
         yield
@@ -170,16 +170,16 @@ def process_group(place: Place, timeout_seconds: int, store: dist.Store | None) 
 
 
 def warn_of_shared_store(place: Place) -> None:
-    """Warn if torchrun shares its store with the ranks on several hosts.
+    """Warn if torchrun shares its store with ranks on several hosts.
 
-    An agent that is restarted on a lost host does not get the store's new address then.
+    A torchrun agent that restarts on a lost host would not get the new address of the store.
     """
     hosts, get = environment_integer("GROUP_WORLD_SIZE", 1, 1, MAX_RANKS), os.environ.get
     shares = get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and hosts > 1 and shares and get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         log.warning(
-            "torchrun on %d hosts cannot take a host back that was lost: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, on every host",
+            "a host that is lost and restarts cannot rejoin torchrun on %d hosts; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every host",
             hosts,
         )
 
@@ -187,7 +187,7 @@ def warn_of_shared_store(place: Place) -> None:
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed torch, numpy and random; turn on deterministic kernels if `deterministic`.
 
-    For code outside of dtron, whose own random numbers do not depend on global state.
+    The seeds are for user code: dtron's random numbers do not depend on global state.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -207,7 +207,7 @@ def host_group(timeout_seconds: int) -> dist.ProcessGroup:
 
 
 def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
-    """Create a gloo group over all ranks, with its own connections."""
+    """Create a gloo group over all ranks, with separate connections."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is in the host group"
@@ -215,13 +215,13 @@ def new_host_group(timeout_seconds: int) -> dist.ProcessGroup:
 
 
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> None:
-    """Set the time-out of process groups, which a device mesh creates with torch's default."""
+    """Set the time-out of process groups; a device mesh creates its groups with torch's default."""
     for group in groups:
         group.set_timeout(datetime.timedelta(seconds=timeout_seconds))
 
 
 def check_writable(path: Path) -> None:
-    """Check that files can be written to a directory, by a test file; raises OSError.
+    """Write a test file to a directory and remove it. Raises OSError: that fails.
 
     A directory that does not exist is created and removed.
     """

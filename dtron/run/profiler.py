@@ -18,7 +18,7 @@ MARK = "dtron::"
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """Context that is marked as `dtron::NAME` in the trace of a `ProfileWindow`."""
+    """Return a context manager: a profiler trace shows the time inside it as `dtron::NAME`."""
     return record_function(MARK + name) if ProfileWindow.is_open else contextlib.nullcontext()
 
 
@@ -26,7 +26,7 @@ class ProfileWindow:
     """Profiles steps [profile_start, profile_start + profile_steps) into `directory`."""
 
     is_open: ClassVar[bool] = False
-    """Whether a window is open in this process."""
+    """Whether this process is profiling."""
 
     def __init__(self, options: Metrics, directory: Path) -> None:
         self.first = options.profile_start
@@ -36,7 +36,7 @@ class ProfileWindow:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Start the profiler if this step (1-based) is the window's first one."""
+        """Start the profiler if this step (1-based) is the first step of the window."""
         if self.first and step == self.first:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -46,7 +46,7 @@ class ProfileWindow:
             ProfileWindow.is_open = True
 
     def after(self, step: int, final: bool) -> None:
-        """Write the trace if this step is the window's last one or the run's final one."""
+        """Write the trace if this step is the last step of the window or of the run."""
         if self._profile is not None and (step == self.last or final):
             self._profile.stop()
             ProfileWindow.is_open = False

@@ -1,16 +1,17 @@
-"""Rendezvous of the ranks of one attempt, by a new store for each attempt.
+"""Rendezvous of the ranks of one attempt (a start or restart of the run), with a new TCPStore.
 
-torchrun shares its agents' store with the ranks of all attempts (TORCHELASTIC_USE_AGENT_STORE), so
-that a restarted rank may read addresses of the previous attempt (with NCCL its unique id, pytorch
-#135712). Here that store is used only for a handshake. Rank 0 of each attempt opens a new store.
-Every other rank writes a nonce to the agents' store; rank 0 answers it with the address of its
-store, and answers again if the nonce changes, since the first one may be of an earlier attempt. An
-answer with a rank's nonce comes from a live rank 0: the rank connects to the new store and
-acknowledges there, and all ranks start once all have acknowledged. So no address of an earlier
-attempt is used.
+torchrun shares its agents' TCPStore with the ranks of all attempts (TORCHELASTIC_USE_AGENT_STORE).
+A restarted rank may therefore read addresses of the previous attempt, such as NCCL's unique id
+(pytorch #135712). Here, the agents' store is used only for a handshake:
 
-Without agents (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun), rank 0 opens its store at
-MASTER_PORT, and the handshake uses this store as well.
+    1. Rank 0 opens a new store. Every other rank writes a nonce to the agents' store.
+    2. Rank 0 answers each nonce with the address of the new store. If a nonce changes, rank 0
+       answers again, since the first nonce may be of an earlier attempt.
+    3. A rank that reads an answer with its nonce knows that rank 0 is alive. The rank connects to
+       the new store and acknowledges in it. All ranks start once all have acknowledged.
+
+If ranks do not use the agents' store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, srun, mpirun), rank 0
+opens the new store at MASTER_PORT, and the handshake also uses that store.
 """
 
 import datetime
@@ -35,19 +36,19 @@ _ACKNOWLEDGED, _COMPLETE = "acknowledged", "complete"
 """Keys of the attempt's store: acknowledgement of each rank; set once all have acknowledged."""
 _POLL_SECONDS = 0.1
 _EXTRA_SECONDS = 30
-"""Other ranks wait longer by this, so that rank 0 raises first and names the missing ranks."""
+"""Added to the time-out of other ranks, so that rank 0 raises first and names missing ranks."""
 _PORT_TRIES, _PORT_SECONDS = 4, 2.0
-"""Number of times that rank 0 tries to open MASTER_PORT, and seconds between. torchrun only probes
-that the port is free; until rank 0 has started, a short-lived connection may use it."""
+"""Number of tries of rank 0 to open MASTER_PORT, and seconds between tries. torchrun only checks
+that the port is free; before rank 0 opens it, a short-lived connection may use the port."""
 
 
 class Rendezvous:
-    """The ranks of one attempt, with a store that they share.
+    """The ranks of one attempt, and their key-value store.
 
     Args:
         store: the store; None: use the existing default process group instead.
         token: identifies this attempt, the same on all ranks.
-        timeout_seconds: time-out for values of other ranks.
+        timeout_seconds: time-out for values from other ranks.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Rendezvous:
 
         Args:
             name: key of the value, unique in this attempt.
-            seconds: added to the time-out, for rank 0 to compute the value.
+            seconds: added to the time-out, since rank 0 has to compute the value.
         Raises:
             PeerError: rank 0 has ended.
             RankError: rank 0 has not set the value in time.
@@ -78,7 +79,7 @@ class Rendezvous:
         store, seconds = self.store, self.timeout_seconds + seconds + _EXTRA_SECONDS
         try:
             return within(seconds, lambda: _wait_for_keys(store, [name], seconds))[0]
-        except TimeoutError:
+        except (TimeoutError, dist.DistStoreError):
             raise RankError(
                 f"rank {self.place.rank} has not received {name!r} from rank 0 within "
                 f"{seconds:.0f} seconds; look at the log of rank 0"
@@ -112,7 +113,7 @@ class Rendezvous:
             late = [str(rank) for rank, key in enumerate(names, 1) if not store.check([key])]
             raise RankError(
                 f"ranks {', '.join(late)} have not sent {name!r} to rank 0 within {seconds:.0f} "
-                "seconds; look at the logs of the hosts where they run"
+                "seconds; look at the logs of these ranks"
             ) from None
 
     def close(self) -> None:
@@ -121,7 +122,10 @@ class Rendezvous:
 
 
 def _wait_for_keys(store: dist.Store, names: list[str], seconds: float) -> list[str]:
-    """Wait for keys and return their values; callers have shorter time-outs."""
+    """Wait for keys and return their values.
+
+    The store's time-out is longer than `seconds`, so that the caller's time-out is reached first.
+    """
     store.wait(names, datetime.timedelta(seconds=seconds + _EXTRA_SECONDS))
     return [value.decode() for value in store.multi_get(names)]
 
@@ -146,7 +150,7 @@ def meet(place: Place, timeout_seconds: int) -> Rendezvous:
     except TimeoutError:
         raise RankError(
             f"{handshake.problem} within {seconds} seconds (parallel.timeout_seconds); look at the "
-            "logs of the hosts where they run"
+            "logs of all hosts"
         ) from None
     finally:
         handshake.ended = True
@@ -154,7 +158,7 @@ def meet(place: Place, timeout_seconds: int) -> Rendezvous:
 
 
 class _Handshake:
-    """Handshake of one rank with the others; runs in a thread that may be abandoned."""
+    """Handshake of one rank with the other ranks; runs in a thread, which may never end."""
 
     def __init__(self, place: Place, timeout_seconds: int) -> None:
         self.place, self.timeout = place, datetime.timedelta(seconds=timeout_seconds)
@@ -165,7 +169,7 @@ class _Handshake:
         """Text of the error if the handshake times out."""
 
     def run(self) -> tuple[dist.Store, str]:
-        """Do the handshake; retry while a store is missing or its process ends.
+        """Run the handshake; retry if a store does not exist yet or the process of a store ends.
 
         Returns:
             The attempt's store and token.
@@ -186,7 +190,7 @@ class _Handshake:
         host, port = (_own_address(), 0) if self.agents else self.master
         opened, token = self._open(host, port), uuid.uuid4().hex
         agents = connect_to_store(*self.master, self.timeout) if self.agents else opened
-        store = dist.PrefixStore(token, opened)  # an earlier run of this process may use it too
+        store = dist.PrefixStore(token, opened)  # an earlier run of this process may share `opened`
         agents.set(_RANK_0, token)
         self._answer_nonces(agents, store, [token, host, opened.port])
         store.set(_COMPLETE, "")
@@ -219,7 +223,7 @@ class _Handshake:
                     agents.set(f"{_ANSWER}/{rank}", json.dumps([nonce, *answer]))
                     answered[rank] = nonce
             if agents.get(_RANK_0).decode() != answer[0]:
-                raise RankError("another rank 0 has started; this one ends")
+                raise RankError("another rank 0 has started; this rank 0 ends")
             late = [rank for rank in late if not store.check([f"{_ACKNOWLEDGED}/{rank}"])]
             self.problem = f"ranks {', '.join(map(str, late))} have not started"
             self._pause()
@@ -246,7 +250,7 @@ class _Handshake:
 
 
 def _read(store: dist.Store, name: str) -> str:
-    """Return the value of a key; an empty string if it is not set."""
+    """Return the value of a key; an empty string if the key is not set."""
     return store.get(name).decode() if store.check([name]) else ""
 
 
@@ -259,15 +263,15 @@ def _master() -> tuple[str, int]:
     address = os.environ.get("MASTER_ADDR", "")
     if not address or not os.environ.get("MASTER_PORT"):
         raise ConfigError(
-            "WORLD_SIZE > 1 needs MASTER_ADDR and MASTER_PORT, where rank 0 is reached; start "
-            "ranks with torchrun, or set both"
+            "WORLD_SIZE > 1 needs MASTER_ADDR and MASTER_PORT, the address of rank 0; start ranks "
+            "with torchrun, or set both"
         )
     fix = "set a free port of the host of rank 0, the same for all ranks"
     return address, environment_integer("MASTER_PORT", 0, 0, 65535, fix)
 
 
 def _warn_unless_resolved(address: str, port: int) -> None:
-    """Warn where MASTER_ADDR has no address here yet; the rendezvous tries again in its time."""
+    """Warn if this host cannot resolve MASTER_ADDR yet; the rendezvous retries."""
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -275,7 +279,7 @@ def _warn_unless_resolved(address: str, port: int) -> None:
 
 
 def _own_address() -> str:
-    """Return this host's address in the network of MASTER_ADDR."""
+    """Return the address of this host in the network of MASTER_ADDR."""
     master, port = _master()
     family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
 """Measure the time of every step without waiting for the device during training.
 
-On GPUs an event is recorded on the compute stream after the optimizer's update of each step; events
-are read once, at the end of training. On CPUs a clock is read. The first step includes compilation.
+On GPUs, a CUDA event is recorded on the compute stream after each step. All events are read at the
+end of training. On CPUs, a clock is read after each step. The first step includes compilation.
 """
 
 import itertools
@@ -34,14 +34,14 @@ class StepTimes:
         """Record that a step has been enqueued.
 
         Args:
-            attended: mean attended length of the step's tokens.
+            attended: attended length, 2 * (mean number of keys per query) - 1.
         """
         self._marks.append(self._now())
         self._memory.append(peak_memory_gib())
         self._attended.append(attended)
 
     def seconds(self) -> list[float]:
-        """Return each step's seconds, since the end of the last one; waits for the device."""
+        """Return the seconds of each step, from the previous step's end; waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [_between(first, last) for first, last in itertools.pairwise(self._marks)]
@@ -52,10 +52,11 @@ class StepTimes:
         Args:
             group: process group of all ranks for CPU tensors.
         Returns:
-            `start_step`, the number of steps done before; `begun_at`, seconds since the epoch, the
-            maximum of all ranks; `attended`, for each step a mean over ranks; and lists by rank:
-            `devices`, `seconds` and `memory_gib` (for each step; memory is the peak so far), and
-            `compile_cache`, hits and misses of torch.compile's caches.
+            start_step: number of steps before the first recorded step.
+            begun_at: start of training in seconds since the epoch, maximum over ranks.
+            attended: attended length (see `mark`) of each step, mean over ranks.
+            seconds, memory_gib: per rank and step; memory is the peak so far.
+            devices, compile_cache: per rank; hits and misses of torch.compile's caches.
         """
         own = {
             "begun_at": self.begun_at,

@@ -1,6 +1,6 @@
 """Check that settings, code and data are equal on all ranks, before the model is built.
 
-Otherwise training would be wrong without an error, or end in the traceback of a collective.
+Different values would make training wrong without an error, or let it fail in a collective.
 """
 
 import functools
@@ -22,15 +22,15 @@ from dtron.models.config import DecoderConfig
 
 _PACKAGES = ("torch", "torchao", "triton")
 _COMPARED_RESOLVED = ("data.paths", "data.tokenizer", "data.cache_dir", "model.override")
-"""Keys that are not compared themselves, but the content of their files or the resolved model."""
+"""Keys that may differ: instead of them, contents of files and the resolved model are compared."""
 _MAX_SHOWN = 5
-"""Most differences that an error names."""
+"""Maximum number of differences that an error names."""
 
 
 def common_to_ranks(
     config: RunConfig, model: DecoderConfig, data: dict[str, str]
 ) -> dict[str, Any]:
-    """Return name -> value of everything that must be equal on all ranks.
+    """Return everything that must be equal on all ranks, as name -> value.
 
     Args:
         model: the resolved model config.
@@ -51,7 +51,7 @@ def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> 
     Args:
         group: process group of all ranks for CPU tensors.
     Raises:
-        ConfigError: on all ranks; names what differs, and on which ranks.
+        ConfigError: on all ranks, if values differ; names the values and their ranks.
     """
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     digests = [""] * dist.get_world_size(group)

@@ -1,10 +1,11 @@
-"""Automatic settings: a key that is unset, or "auto", takes the fastest value that fits and that
-gives the same results up to the order of summation. Chosen by rank 0 for all at each start on GPUs;
-on CPUs, and in code that builds a RunConfig itself, such keys have their default.
+"""Automatic settings: a key that is unset or "auto" gets the fastest value that fits in memory and
+that gives the same results up to the order of summation. Rank 0 chooses for all ranks at each start
+on GPUs. On CPUs, and in code that builds a RunConfig itself, these keys have their defaults.
 
-A choice needs a measured gain in benchmarks/RESULTS.md. Choices without one are not made:
-`parallel.prefetch` ("nothing waits for a gather", benchmarks/NOTES.md), zero = 1, settings across
-hosts. `parallel.reduce` and `model.attention` have "auto" as a value of their own.
+Each choice has a measured gain in benchmarks/RESULTS.md; comments name its section. No gain was
+measured, so there is no choice, for `parallel.prefetch` ("nothing waits for a gather",
+benchmarks/NOTES.md), zero = 1, and settings across hosts. (`parallel.reduce` and `model.attention`
+resolve their value "auto" elsewhere.)
 """
 
 import json
@@ -24,33 +25,33 @@ from dtron.setup.rules import ModelCandidate, all_broken
 from dtron.setup.versions import release
 
 _NVLINK, _BRIDGES = ("sxm", "hbm3", "h20", "h800", "b200", "b300"), ("pcie", "nvl")
-"""In the names of GPUs that have NVLink to all others of their host, and of those that have it to
-one other or to none."""
+"""Substrings of GPU names: GPUs with NVLink to all other GPUs of their host, and GPUs with NVLink
+to at most one other GPU."""
 HEADROOM = 0.05
-"""Share of a GPU's memory that a choice leaves free: predictions are off by some per cent."""
+"""Fraction of a GPU's memory that a choice leaves free: predictions are off by some per cent."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What automatic settings depend on. The default is a machine without GPUs."""
+    """Hardware and torch version of a run. The default is a machine without GPUs."""
 
     gpus: bool = False
     host: int = 1
-    """Ranks per host; 1 if hosts differ."""
+    """Ranks per host; 1 if hosts differ or the number of hosts is unknown."""
     nvlink: bool = False
     """Whether the GPUs of a host read each other's memory over NVLink."""
     torch: tuple[int, int] = (2, 11)
     memory: float = float("inf")
-    """Bytes of a GPU."""
+    """Bytes of memory of a GPU."""
 
     @classmethod
     def of_place(cls, place: Place) -> "Machine":
-        """The machine that this process sees."""
+        """Return the machine that this process sees."""
         if place.device.type != "cuda":
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
         hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MAX_RANKS)
-        told = "LOCAL_WORLD_SIZE" in os.environ  # without it the number of hosts is not known
+        told = "LOCAL_WORLD_SIZE" in os.environ  # else the number of hosts is unknown
         host = host if told and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]
         linked = count >= host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
@@ -60,7 +61,7 @@ class Machine:
 
     @classmethod
     def of_all(cls, machines: Sequence["Machine"]) -> "Machine":
-        """What the machines of all ranks have in common."""
+        """Return what the machines of all ranks have in common."""
         first = machines[0]
         equal = all(each.host == first.host for each in machines)
         return replace(
@@ -73,38 +74,48 @@ class Machine:
 
 
 def has_nvlink(name: str) -> bool:
-    """Whether GPUs of this name have NVLink to all others of their host. Peer access does not tell:
-    it also goes over PCIe, where the choices inside a host were not measured."""
+    """Whether GPUs of this name have NVLink to all other GPUs of their host.
+
+    Peer access is not enough: it also works over PCIe, for which the choices inside a host were not
+    measured.
+    """
     name = name.lower()
     return any(x in name for x in _NVLINK) and not any(x in name for x in _BRIDGES)
 
 
 @dataclass(frozen=True)
 class _Situation:
-    """Argument of a choice's condition."""
+    """Argument of `Choice.holds`: the run with the choices made so far, and its machine."""
 
     run: ModelCandidate
     machine: Machine
     used: Callable[[RunConfig], float]
+    """Predicts the fraction of a GPU's memory that a run reserves; inf: unknown."""
 
     @cached_property
     def share(self) -> float:
-        """Predicted share of a GPU's memory that the run reserves; inf: unknown."""
+        """Predicted fraction of a GPU's memory that the run reserves; inf: unknown."""
         return self.used(self.run.config)
 
     def inside(self, ranks: int) -> bool:
-        """Whether neighbouring ranks are on GPUs of one host with NVLink between them."""
+        """Whether `ranks` neighbouring ranks are on GPUs of one host with NVLink between them."""
         return ranks > 1 and self.machine.nvlink and self.machine.host % ranks == 0
 
     @property
     def shards_inside(self) -> bool:
-        """Whether the ranks that share parameters are on such GPUs."""
+        """Whether ranks that shard the same parameters are `inside` a host."""
         return self.inside(self.run.shards * self.run.parallel.tp)
+
+    @property
+    def moves_bfloat16_in_memory(self) -> bool:
+        """Whether symmetric memory dispatches tokens to experts, and no layer is float8."""
+        config = self.run.config
+        return config.parallel.dispatcher == "symmetric_memory" and not config.float8.recipe
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A key, its values from the fastest on, when they are tried, and the logged reason."""
+    """A key, its values (fastest first), the condition to try them, and the logged reason."""
 
     key: str
     values: tuple[Any, ...]
@@ -124,12 +135,20 @@ CHOICES = (
         ),
         "ep is inside a host, and ep_capacity is enough for any load",
     ),
-    # "Head and loss in chunks": peak memory. More chunks are slower ("by copy engines", machine A).
+    # "Head and loss in chunks": less memory. More chunks are slower ("by copy engines", machine A).
     Choice(
         "train.loss_chunks",
         (4, 8, 16),
         lambda c: 1 < c.share < float("inf"),
-        "whole logits do not fit",
+        "the logits of all tokens do not fit",
+    ),
+    # "Blocks of Llama-3-8B on one H200": less memory, in the order of speed. After chunks of the
+    # loss, which cost less.
+    Choice(
+        "recompute.mode",
+        ("selective", "attention", "full"),
+        lambda c: 1 < c.share < float("inf") and not c.run.config.recompute.model_fields_set,
+        "the activations of all blocks do not fit",
     ),
     # "Llama-3-8B with context parallelism", 4 x H200: 7,023 and 6,865 against 6,739 tok/s/GPU.
     Choice(
@@ -162,9 +181,9 @@ CHOICES = (
         ),
         "a smaller bubble, and it fits",
     ),
-    # "Llama-3-8B by copy engines", 4 x H200, with the next row: 11,238 tok/s/GPU, against 11,018
-    # with reduce_scatter in bfloat16 where torchtitan was 1% slower. torch 2.15 passes gradients of
-    # norms in float32, which would be rounded.
+    # "Llama-3-8B by copy engines", 4 x H200, with copy_engines: 11,238 tok/s/GPU, against 11,018
+    # with reduce_scatter in bfloat16 on a machine where torchtitan was 1% slower. Since torch 2.15,
+    # gradients of norms are float32, which all_to_all would round.
     Choice(
         "parallel.reduce_by",
         ("all_to_all",),
@@ -182,16 +201,17 @@ CHOICES = (
         lambda c: c.shards_inside and c.run.parallel.reduce_by == "all_to_all",
         "dp_shard x cp is inside a host",
     ),
-    # "Llama-3-8B with tensor and pipeline parallelism", compiled: 9,986 against 9,608 tok/s/GPU. A
-    # mixture lost 3% ("Automatic settings, 2 x H100"); latent attention and split backwards are not
-    # measured.
+    # "Llama-3-8B with tensor and pipeline parallelism", compiled: 9,986 against 9,608 tok/s/GPU; a
+    # mixture of experts gains 0.7% ("Automatic settings, 2 x H100"). Latent attention, split
+    # backwards and other mixtures of experts are not measured.
     Choice(
         "parallel.async_tp",
         (True,),
         lambda c: (
             c.inside(c.run.parallel.tp)
             and c.run.config.compile.enable
-            and not (c.run.model.n_experts or c.run.model.kv_lora_rank or c.run.splits_backward)
+            and not (c.run.model.kv_lora_rank or c.run.splits_backward)
+            and (not c.run.model.n_experts or c.moves_bfloat16_in_memory)
         ),
         "tp is inside a host",
     ),
@@ -200,34 +220,33 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Automatic:
-    """A config with concrete values."""
+    """A config in which automatic keys have their chosen values."""
 
     config: RunConfig
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{"value", "reason"} by key, of the automatic keys that are not at their default."""
+    """Chosen keys -> {"value": value, "reason": text}; keys that keep their default are missing."""
 
     @classmethod
     def of(cls, config: RunConfig, chosen: dict[str, dict[str, Any]]) -> "Automatic":
-        """What another rank has chosen, for the same config."""
+        """Apply another rank's choices to this rank's equal config."""
         for key, row in chosen.items():
             section, name = key.split(".")
-            config = _with_value(config, section, name, row["value"])
+            config = config.changed(**{section: {name: row["value"]}})
         return cls(config, chosen)
 
     def line(self) -> str:
-        """The log line; empty if all keys have their default."""
+        """Return the line to log; empty if all keys have their defaults."""
         shown = [f"{k} = {json.dumps(v['value'])} ({v['reason']})" for k, v in self.chosen.items()]
         return f"chosen automatically: {', '.join(shown)}" if shown else ""
 
 
 def choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:
-    """Set the automatic keys of a run; a value that breaks a rule or that does not fit is not
-    taken.
+    """Set the automatic keys of a run to values that are legal and fit in memory.
 
     Args:
-        run: the run; a MachineCandidate at a start, so that rules about this machine count.
-        used: predicts the share of a GPU's memory that a run reserves; inf: unknown. Slow, so that
-            it is first asked about all choices together.
+        run: the run; at a start, a MachineCandidate, so that rules about this machine apply.
+        used: predicts the fraction of a GPU's memory that a run reserves; inf: unknown. This is
+            slow, so the choices are first made without it and their result is checked once.
     """
     if not machine.gpus:
         return Automatic(run.config)
@@ -238,8 +257,11 @@ def choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], fl
 
 
 def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:
-    """Set one key after the other. What a default breaks, as one stage per rank may, a later choice
-    may mend; a run that stays refused has no choices, so that errors name what was set."""
+    """Set one key after the other.
+
+    A later choice may fix a rule that a default breaks, such as one stage per rank. If a rule stays
+    broken, return the config of the user, which errors then name.
+    """
     given, chosen = run.config, dict[str, dict[str, Any]]()
     broken = set(all_broken(run))
     for choice in CHOICES:
@@ -248,7 +270,7 @@ def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], f
         if name in getattr(run.config, section).model_fields_set or not _holds(choice, situation):
             continue
         for value in choice.values:
-            changed = replace(run, config=_with_value(run.config, section, name, value))
+            changed = replace(run, config=run.config.changed(**{section: {name: value}}))
             left = set(all_broken(changed))
             if left <= broken and _fits(used(changed.config), situation):
                 run, broken = changed, left
@@ -260,15 +282,18 @@ def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], f
 def _holds(choice: Choice, situation: _Situation) -> bool:
     try:
         return choice.holds(situation)
-    except ConfigError:  # which the rules report
+    except ConfigError:  # the rules report it
         return False
 
 
 def _fits(share: float, before: _Situation) -> bool:
-    """Whether a value fits with headroom; or without, where the run does not fit otherwise or needs
-    as much."""
+    """Whether a value fits in memory.
+
+    HEADROOM may be used if the run without the value does not fit either, or needs at least as much
+    memory.
+
+    Args:
+        share: predicted fraction of the memory that the run reserves with the value.
+        before: the run without the value.
+    """
     return share <= 1 - HEADROOM or share <= before.share <= 1 or share <= 1 < before.share
-
-
-def _with_value(config: RunConfig, section: str, name: str, value: Any) -> RunConfig:
-    return config.changed(**{section: {name: value}})

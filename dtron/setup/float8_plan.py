@@ -1,8 +1,8 @@
-"""float8 layers of a run: their choice, their checks, and their settings for passes and loop.
+"""Choose and check the float8 layers of a run, and connect them with its model and training loop.
 
 `dtron.float8` has layers and recipes; this file applies the section [float8] to a model and a
-layout. The choice of layers depends on the model only, so that every layout trains the same layers;
-with `float8.filter = "auto"` it depends on a measurement.
+layout. The choice of layers depends on the model only, so that every layout has the same float8
+layers; with `float8.filter = "auto"` the choice depends on a measurement.
 """
 
 import logging
@@ -22,9 +22,10 @@ from dtron.float8.auto_filter import LayerTimes, Shape, measure, table
 from dtron.float8.convert import MULTIPLE, Choice, convert, fuse, layer_names
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import check_sizes, convert_experts
-from dtron.float8.linear import Float8Linear, ScaleGroups, TokenwiseLinear
+from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
+from dtron.float8.scales import ScaleGroups
 from dtron.float8.statistics import Statistics
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend
 from dtron.models.attention import Backend
@@ -47,29 +48,28 @@ class Float8Plan:
     fused: tuple[str, ...] = ()
     """FQNs of gated feed-forward layers that are fused to one autograd function each."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """Shape of the matmul on one rank of each layer of the blocks, by FQN."""
+    """FQN of each layer in a block -> (tokens, input features, output features) on one rank."""
     experts: tuple[str, ...] = ()
-    """FQNs of modules with experts whose matmuls are in float8."""
+    """FQNs of the modules of experts with matmuls in float8."""
     overlapped: bool = False
-    """Whether matmuls are fused with tp's communication (`parallel.async_tp`)."""
+    """Whether matmuls are fused with the communication of tp (`parallel.async_tp`)."""
     tokenwise: tuple[str, ...] = ()
-    """FQNs of layers that multiply the tokens of one tp rank by a whole weight."""
+    """FQNs of layers with an unsharded weight that process only the tokens of their tp rank."""
     head: Shape | None = None
-    """Shape of the head's matmul on one rank; None: the head is not float8."""
+    """(tokens, input features, output features) of the head; None: the head is not float8."""
     gathering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """FQN of each module that gathers its input over tp -> layers that read the input; empty: no
-    input is gathered in float8."""
+    """FQN of each module that gathers its input over tp -> FQNs of layers that read the input;
+    empty: no input is gathered in float8."""
     scattering: tuple[str, ...] = ()
     """FQNs of the layers whose matmul is fused with a reduce-scatter (`parallel.async_tp`)."""
 
     def measured(
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> "Float8Plan":
-        """With `float8.filter = "auto"`, measure layers and keep the faster ones; all ranks call
-        it.
+        """With `float8.filter = "auto"`, measure layers and keep those that are faster in float8.
 
         Args:
-            group: process group of all ranks for CPU tensors; rank 0 measures.
+            group: CPU process group of all ranks, which call this together; rank 0 measures.
         Raises:
             ConfigError: no layer is faster in float8.
         """
@@ -83,7 +83,13 @@ class Float8Plan:
         return self.keep_faster_layers(found[0])
 
     def keep_faster_layers(self, worth: Mapping[Shape, LayerTimes]) -> "Float8Plan":
-        """Return the plan with the faster layers only. Raises ConfigError: none is faster."""
+        """Return the plan with only the layers that are faster in float8.
+
+        Args:
+            worth: times by shape, from `measure`.
+        Raises:
+            ConfigError: no layer is faster.
+        """
         blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
         layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
         if not layers:
@@ -95,8 +101,7 @@ class Float8Plan:
         return replace(self, layers=layers, shapes=shapes)
 
     def converter(self, mesh: Mesh, dtype: torch.dtype) -> Callable[[nn.Module], None]:
-        """Return the first pass, `Passes.convert`, which replaces linear layers by float8
-        layers."""
+        """Return the pass `Passes.convert`, which replaces linear layers by float8 layers."""
         device = torch.device(mesh.device_type)
         emulate = bool(self.why_emulated(device, dtype))
         emulate_experts = bool(why_emulated(EXPERTS, device, dtype))
@@ -110,8 +115,10 @@ class Float8Plan:
         return apply
 
     def placements(self, rows: Mapping[str, Row], mesh: Mesh) -> dict[Any, Row | Style]:
-        """Return placement rows in which inputs that only float8 layers read are gathered in
-        float8. (`parallel.async_tp` gathers them by the layers' class.)"""
+        """Return the placement rules, with float8 gathers of inputs that only float8 layers read.
+
+        With `parallel.async_tp`, return them unchanged, since the layers gather their inputs.
+        """
         gathered = set(self._gathered_modules())
         if self.overlapped or not gathered:
             return dict(rows)
@@ -127,8 +134,7 @@ class Float8Plan:
         return found
 
     def _kinds(self) -> dict[str, type[Float8Linear]]:
-        """Return the classes of the layers that are fused with communication, or that multiply a
-        rank's own tokens, by FQN."""
+        """Return FQN -> class of the layers that are `tokenwise` or fused with communication."""
         chosen = set(self.layers) & set(self.tokenwise)
         tokenwise: dict[str, type[Float8Linear]] = dict.fromkeys(chosen, TokenwiseLinear)
         if not self.overlapped:
@@ -139,40 +145,42 @@ class Float8Plan:
 
     @property
     def communicated(self) -> frozenset[str]:
-        """FQNs of the modules whose input, or output gradient, tp gathers in float8."""
+        """FQNs of the modules whose input or output gradient is gathered over tp in float8."""
         scattering = self.scattering if self.overlapped else ()
         return frozenset(self._gathered_modules()) | (set(scattering) & set(self.layers))
 
     def _gathered_modules(self) -> list[str]:
-        """Return the FQNs of modules whose input only float8 layers read."""
+        """Return the FQNs of modules with an input that only float8 layers read."""
         chosen = set(self.layers)
         return [module for module, read in self.gathering.items() if read and set(read) <= chosen]
 
     def gather_weights(self, applied: Applied, mesh: Mesh) -> Callable[[], None] | None:
-        """Set up the gathering of weights in float8 (`float8.all_gather`).
+        """Set up the all-gather of weights in float8 (`float8.all_gather`).
 
         Returns:
-            Function that computes their scales, to be called now and after each update; None:
-            weights are not gathered in float8.
+            Function that computes the scales of weights; call it now and after each update. None:
+            `float8.all_gather` is off.
         """
         if not self.settings.all_gather:
             return None
         fsdp_group = mesh.group("dp_shard", "cp")
-        # Blocks of a weight that tp splits are the rank's own.
+        # tp ranks share a scale per tensor, but hold different blocks with separate scales.
         per_tensor = self.recipe.output.right.whole
         scale_group = mesh.group("dp_shard", "cp", "tp") if per_tensor else fsdp_group
         return WeightGather(_layers_of(applied).values(), fsdp_group, scale_group).refresh
 
     def delay_scales(self, applied: Applied, mesh: Mesh) -> DelayedScales | None:
-        """Set up delayed scaling; return the scales, to be updated after each step. None:
-        dynamic."""
+        """Set up delayed scaling; return the scales, which must be updated after each step.
+
+        None: scaling is dynamic.
+        """
         if self.settings.scaling != "delayed":
             return None
         group = mesh.group("dp_replicate", "dp_shard", "cp", "tp")
         return DelayedScales(_layers_of(applied), self.settings.amax_history, group)
 
     def statistics(self, applied: Applied, device: torch.device) -> Statistics:
-        """Return a context that measures the accuracy of a step's casts."""
+        """Return a context manager that measures the accuracy of a step's casts."""
         return Statistics(self.layers, _layers_of(applied), device)
 
     def reports(self, step: int) -> bool:
@@ -181,7 +189,7 @@ class Float8Plan:
         return interval > 0 and step % interval == 0
 
     def announce(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Log how many float8 layers there are, and whether they are emulated."""
+        """Log the number of float8 layers, and whether they are emulated."""
         settings = self.settings
         log.info("float8: %s, %d linear layers", self.recipe.name, len(self.layers))
         found = [
@@ -194,12 +202,12 @@ class Float8Plan:
         if found:
             log.info("float8: %s", ", ".join(found))
         if why := self.why_emulated(device, dtype):
-            log.warning("float8 is emulated: %s; it rounds as float8, but is slower than none", why)
+            log.warning("float8 is emulated (same rounding, slower than without float8): %s", why)
         elif self.experts and (why := why_emulated(EXPERTS, device, dtype)):
-            log.warning("float8.experts is emulated: %s; it is slower than none", why)
+            log.warning("float8.experts is emulated (slower than without float8): %s", why)
 
     def why_emulated(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why float8 matmuls are emulated; empty: they are not."""
+        """Return why float8 matmuls are emulated; empty: they are not emulated."""
         head = () if self.head is None else (self.head,)
         return why_emulated(self.recipe, device, dtype, (*self.shapes.values(), *head))
 
@@ -215,7 +223,7 @@ def _layers_of(applied: Applied) -> dict[str, Float8Linear]:
 
 
 def scale_groups(mesh: Mesh) -> ScaleGroups:
-    """Return the names of the process groups whose ranks share the scale of one tensor."""
+    """Return the names of process groups whose ranks use the same scale for a tensor."""
 
     def names(*axes: str) -> tuple[str, ...]:
         wide = tuple(axis for axis in axes if mesh.size(axis) > 1)  # type: ignore[arg-type]
@@ -225,10 +233,11 @@ def scale_groups(mesh: Mesh) -> ScaleGroups:
 
 
 def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Float8Plan | None:
-    """Choose the float8 layers of a run; None without a recipe.
+    """Choose the float8 layers of a run; None: `float8.recipe` is empty.
 
     Raises:
-        ConfigError: a pattern matches nothing, dims do not fit, or no layer gathers its input.
+        ConfigError: a pattern matches no layer, float8 does not support the dims of a layer, or
+            `float8.gather_inputs` has no module to act on.
     """
     settings = config.float8
     if not settings.recipe:
@@ -245,7 +254,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
         settings.skip_last,
         spec.head[-1] if settings.output else "",
     )
-    # tp splits the three layers separately.
+    # With tp, gate, up and down are not fused: tp splits each layer separately.
     gated = model.activation == "swiglu" and config.parallel.tp == 1
     fused = tuple(select(whole, spec.feed_forward)) if gated else ()
     plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
@@ -271,8 +280,8 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     plan = replace(plan, gathering=_gathering(whole, rows), overlapped=config.parallel.async_tp)
     if settings.gather_inputs and not plan.communicated:
         raise ConfigError(
-            "float8.gather_inputs = true, but float8.filter leaves no attention or feed-forward "
-            "whose input layers are all float8; widen it"
+            "float8.gather_inputs = true needs an attention or feed-forward with only float8 input "
+            "layers, and float8.filter leaves no such module; widen float8.filter"
         )
     return replace(plan, scattering=_scattering(whole, rows))
 
@@ -280,7 +289,10 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
 def _tokenwise(
     layers: Collection[str], rows: Mapping[str, Row], config: RunConfig
 ) -> tuple[str, ...]:
-    """Return the layers of a rank's own tokens. Raises ConfigError: too few tokens for float8."""
+    """Return the layers that process only the tokens of their tp rank.
+
+    Raises ConfigError: float8 does not support this number of tokens.
+    """
     tp, tokens = config.parallel.tp, config.tokens
     own = [pattern for pattern, row in rows.items() if row.kind == "sequence" and tp > 1]
     found = tuple(name for name in layers if any(matches(pattern, name) for pattern in own))
@@ -294,7 +306,7 @@ def _tokenwise(
 
 
 def _gathering(model: nn.Module, rows: Mapping[str, Row]) -> dict[str, tuple[str, ...]]:
-    """Return FQN of each module that gathers its input -> layers that read the input."""
+    """Return FQN of each module that gathers its input over tp -> FQNs of the input's layers."""
     kinds = {
         name: {row.kind for pattern, row in rows.items() if matches(pattern, name)}
         for name, _ in model.named_modules()
@@ -328,9 +340,9 @@ def _local_features(
     degrees: Mapping[Degree, int],
     settings: Float8,
 ) -> tuple[int, int]:
-    """Return the input and output features of a layer on one rank.
+    """Return the numbers of input and output features of a layer on one rank.
 
-    Raises ConfigError: float8 does not support them.
+    Raises ConfigError: float8 does not support these numbers.
     """
     assert isinstance(linear, nn.Linear)
     tp, ranks = degrees["tp"], degrees["dp_shard"] * degrees["cp"]
@@ -342,7 +354,7 @@ def _local_features(
         raise ConfigError(
             f"parallel.tp = {tp} leaves a rank {dim / tp:g} of the {dim} "
             f"{'columns' if by_columns else 'rows'} of {name}, and float8 needs multiples "
-            f"of {MULTIPLE}; lower it, or name the layer in float8.skip"
+            f"of {MULTIPLE}; lower parallel.tp, or name the layer in float8.skip"
         )
     part = (inward // tp, outward) if by_columns else (inward, outward // tp)
     if settings.all_gather and part[1] % ranks:

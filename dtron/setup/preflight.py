@@ -1,7 +1,7 @@
 """Checks of a run before the process group starts.
 
-Each rank does the cheap checks. The first rank of each host prepares the data while the others
-wait, so that an error in it is found and printed once."""
+Each rank does the cheap checks. The first rank of each host prepares the data while the other ranks
+wait, so that an error in the data is found and printed once."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from dtron.data import (
     prepare,
     wait_for,
 )
-from dtron.data.cache import STALE_SECONDS
+from dtron.data.corpus.cache import STALE_SECONDS
 from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
 from dtron.models.attention import Backend
@@ -40,9 +40,9 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.run.directory import RunDir
 from dtron.run.process import Place, check_writable
 from dtron.run.rendezvous import Rendezvous
-from dtron.setup.compatibility import check_data, warn_of_changes
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.resume import ResumeState, find_resume_state
+from dtron.setup.resume_checks import check_data, warn_of_changes
 from dtron.setup.rules import (
     MachineCandidate,
     all_broken,
@@ -65,10 +65,10 @@ class ModelSetup:
     float8: Float8Plan | None
 
     def measured(self, config: RunConfig, place: Place, group: dist.ProcessGroup) -> "ModelSetup":
-        """Keep the float8 layers that are faster, with `float8.filter = "auto"`; all ranks call it.
+        """With `float8.filter = "auto"`, keep only layers that are faster in float8.
 
         Args:
-            group: process group of all ranks for CPU tensors.
+            group: CPU process group of all ranks, which call this together.
         """
         if self.float8 is None:
             return self
@@ -88,7 +88,7 @@ class DataSetup:
 
 
 class Preflight(NamedTuple):
-    """Results of `preflight`."""
+    """What `preflight` has checked and opened: model, data and the checkpoint to resume from."""
 
     model: ModelSetup
     data: DataSetup
@@ -102,17 +102,18 @@ def preflight(
 
     Args:
         rendezvous: rendezvous of all ranks, which call this together; None: one process only.
-        starts: the run starts now, so that this machine must have the memory for the model.
+        starts: whether the run starts now; then also check memory and the object store, and log
+            warnings.
     Raises:
         ConfigError: all broken rules about settings, model and machine, one per line.
-        ConfigError, DataError, CheckpointError: if no rule is broken, the first other error.
+        ConfigError, DataError, CheckpointError: the first other error, if no rule is broken.
     """
     model = _set_up_model(config, place, starts)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more "
-            f"than model.override.vocab_size = {model.config.vocab_size}; raise the latter"
+            f"than model.override.vocab_size = {model.config.vocab_size}; raise vocab_size"
         )
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
@@ -145,7 +146,7 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(
             f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "
-            "is in Hugging Face's format, which has no checksums; leave it out"
+            "is in Hugging Face's format, which has no checksums; leave checkpoint.verify out"
         )
     if not config.checkpoint.allow_data_change:
         check_tokenizer(initial, tokenizer, config.data)
@@ -153,12 +154,14 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
 
 
 def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
-    """Open the data: the first rank of a host prepares it, the others wait for the cache."""
+    """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
-        prepare(config.data)
+        prepare(config.data, config.train.seq_len)
     else:
-        wait_for(config.data, max(STALE_SECONDS, config.parallel.timeout_seconds))
+        wait_for(
+            config.data, config.train.seq_len, max(STALE_SECONDS, config.parallel.timeout_seconds)
+        )
     train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
     return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
 

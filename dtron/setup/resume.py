@@ -1,7 +1,7 @@
 """Search for the checkpoint that a run resumes from, before the process group starts.
 
-All ranks look in the checkpoint locations of the run. If these are object stores, only rank 0 looks
-and sends the result to the others. Once the process group exists, ranks agree on one
+All ranks search the checkpoint locations of the run. If these are object stores, only rank 0
+searches, and sends the result to the other ranks. Once the process group exists, ranks agree on one
 checkpoint (`ResumeState.agree`) and compare its files with their hashes (`ResumeState.verify`).
 """
 
@@ -37,28 +37,28 @@ from dtron.models.config import DecoderConfig
 from dtron.run.directory import RunDir
 from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
-from dtron.setup.compatibility import read_compatible
+from dtron.setup.resume_checks import read_compatible
 
 log = logging.getLogger("dtron")
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The checkpoint that a run resumes from, or the weights that it starts from."""
+    """The checkpoint that a run resumes from, or the weights that the run starts from."""
 
     mode: str
     """`checkpoint.resume`, or `latest` after torchrun has restarted the job."""
     locations: Sequence[CheckpointLocation]
     """The run's checkpoint locations."""
     folders: Sequence[Location]
-    """Folders of `locations`, listed at the start; empty on ranks that did not look."""
+    """Folders of `locations`, listed at the start; empty on ranks that did not search."""
     checkpoint: Location | None = None
     metadata: CheckpointMetadata | None = None
     """Metadata of the checkpoint; None without a checkpoint."""
     initial: InitialWeights | None = None
-    """Weights to start from; None when a checkpoint is resumed."""
+    """Initial weights; None: random initialization, or the run resumes from `checkpoint`."""
     found_by_rank_0: bool = False
-    """Whether only rank 0 has looked, in an object store."""
+    """Whether only rank 0 has searched, in object stores."""
 
     def is_finished(self, steps: int) -> bool:
         """Whether all `steps` are done and the checkpoint is in the durable location."""
@@ -71,7 +71,8 @@ class ResumeState:
     ) -> "ResumeState":
         """Agree on one checkpoint, which each rank reads from a location that it sees.
 
-        All ranks of `group`, which is for CPU tensors, call it. Raises CheckpointError on all.
+        All ranks of `group`, a CPU process group, call this. Raises CheckpointError on all ranks:
+        ranks see different checkpoints.
         """
         if self.found_by_rank_0 and self.checkpoint is not None:
             return replace(self, checkpoint=directory.share(self.checkpoint, group))
@@ -85,9 +86,13 @@ class ResumeState:
     def verify(
         self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
     ) -> "ResumeState":
-        """Compare the checkpoint's files with their hashes; with `latest`, fall back to older ones.
+        """Compare the checkpoint's files with their hashes; all ranks of `group` call it.
 
-        All ranks of `group` call it. Raises CheckpointError on all of them.
+        With `latest`, fall back to an older checkpoint. Raises CheckpointError on all ranks: a file
+        is damaged and, with `latest`, no older checkpoint can be used.
+
+        With `latest`, fall back to an older checkpoint. Raises CheckpointError: a file is damaged
+        and no older checkpoint can be used; on all ranks.
         """
         assert self.checkpoint is not None, "the run resumes from a checkpoint"
         if not config.checkpoint.verify:
@@ -110,9 +115,11 @@ def find_resume_state(
     """Find the checkpoint to resume from, and check that checkpoints can be written.
 
     Args:
-        rendezvous, starts: as for `preflight`.
+        rendezvous: rendezvous of all ranks, which call this together; None: one process only.
+        starts: whether the run starts now; then also check that the object store can be written.
     Raises:
-        CheckpointError: it is missing, damaged, of another model or optimizer, or has weights only.
+        CheckpointError: the checkpoint is missing, damaged, of another model or optimizer, or has
+            weights only.
         ConfigError: a location cannot be written, or holds another run's checkpoints.
     """
     locations, restarted = checkpoint_locations(config), _is_restart(RunDir(config.run.dir), place)
@@ -124,7 +131,7 @@ def find_resume_state(
     if rendezvous is None or not by_rank_0:
         return look()
     if place.rank > 0 and isinstance(locations[-1].folder, Remote):
-        locations[-1].folder.connect()  # while rank 0 looks
+        locations[-1].folder.connect()  # while rank 0 searches
     return _look_on_rank_0(look, locations, rendezvous, config.checkpoint.timeout_seconds)
 
 
@@ -134,10 +141,12 @@ def find_checkpoint(
     """Find the checkpoint to resume from and read its metadata; None, None: start from step 0.
 
     Args:
-        resume, folders: as for `dtron.checkpoint.directory.find`.
+        resume: `latest`, a run, a folder of checkpoints, a checkpoint, or empty.
+        folders: folders of this run's checkpoints.
     Raises:
-        CheckpointError: it is damaged, of another model or optimizer, or has weights only.
-        ConfigError: `resume` is its path, and it is of the last step or later.
+        CheckpointError: the checkpoint is damaged, of another model or optimizer, or has weights
+            only.
+        ConfigError: `resume` is a path to a checkpoint that has already reached train.steps.
     """
     try:
         checkpoint = find(resume, folders)
@@ -149,7 +158,7 @@ def find_checkpoint(
     if metadata.step >= config.train.steps and resume != "latest":
         raise ConfigError(
             f"train.steps = {config.train.steps} is already reached by the checkpoint of step "
-            f"{metadata.step}; raise it to train on"
+            f"{metadata.step}; raise train.steps to continue"
         )
     return checkpoint, metadata
 
@@ -157,14 +166,15 @@ def find_checkpoint(
 def newest_intact(
     locations: Sequence[CheckpointLocation], checkpoint: Location, group: dist.ProcessGroup
 ) -> Location:
-    """Return the checkpoint, or the newest older one, whose files have the hashes of its index.
+    """Return the checkpoint, or the newest older checkpoint, whose files match their hashes.
 
-    All ranks of `group` call it. Raises CheckpointError on all of them.
+    All ranks of `group` call this. Raises CheckpointError: all checkpoints are damaged, or ranks
+    see different checkpoints.
     """
     while damaged := corrupt(checkpoint, read_index(checkpoint).files, group):
         log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(damaged))
         older = directory.newest_good([each.folder for each in locations], after=checkpoint)
-        assert older is not None, "newest_good raises where none is left"
+        assert older is not None, "newest_good raises if no checkpoint is left"
         checkpoint = older
         check_agreement(checkpoint, group)
     return checkpoint
@@ -173,12 +183,12 @@ def newest_intact(
 def _is_restart(rundir: RunDir, place: Place) -> bool:
     """Whether torchrun has restarted a job that had begun to train.
 
-    A job is identified by torchrun's run id, if it has one, since a change of the number of ranks
-    restarts the job without a new attempt.
+    Compare jobs by torchrun's run id, if set: when torchrun restarts a job with another number of
+    ranks, it does not raise its restart count.
     """
     if not place.job and place.attempt == 0:
         if place.rank == 0 and os.path.lexists(rundir.begun):
-            rundir.forget_begun()  # of an earlier job
+            rundir.forget_begun()  # the record is of an earlier job
         return False
     with contextlib.suppress(OSError, ValueError):
         return read_text(rundir.begun, MB) == place.job
@@ -193,7 +203,7 @@ def _look(
     restarted: bool,
     probe: bool,
 ) -> ResumeState:
-    """Do `find_resume_state` on this rank; with `probe`, rank 0 test-writes to an object store."""
+    """Search on this rank. With `probe`, rank 0 also checks that an object store can be written."""
     for key, folder in (("dir", config.checkpoint.dir), ("fast_dir", config.checkpoint.fast_dir)):
         if folder and isinstance(where := location(folder), Path):
             _check_folder(f"checkpoint.{key}", where)
@@ -223,10 +233,10 @@ def _look(
 def _newest_or_named(
     config: RunConfig, model: DecoderConfig, restarted: bool, folders: Sequence[Location]
 ) -> tuple[str, Location | None, CheckpointMetadata | None]:
-    """Return how this attempt resumes, the checkpoint, and its metadata.
+    """Return `ResumeState.mode`, the checkpoint, and its metadata.
 
-    The first attempt of a job follows `checkpoint.resume`. A restarted one continues from the
-    job's own newest checkpoint; if there is none yet, it does what the first attempt did.
+    A restarted job continues from its newest checkpoint. The first start of a job, or a restart
+    without a checkpoint, follows `checkpoint.resume`.
     """
     if restarted:
         found = find_checkpoint(config, model, "latest", folders)
@@ -237,7 +247,7 @@ def _newest_or_named(
 
 
 def _all_remote(config: RunConfig, locations: Sequence[CheckpointLocation]) -> bool:
-    """Whether all locations are object stores, where every rank sees the same."""
+    """Whether all locations are object stores, where all ranks see the same checkpoints."""
     resume = config.checkpoint.resume
     folders = [each.folder for each in locations]
     folders += [location(resume)] if resume not in ("", "latest") else []
@@ -250,7 +260,7 @@ def _look_on_rank_0(
     rendezvous: Rendezvous,
     seconds: float,
 ) -> ResumeState:
-    """Send rank 0's result, or its error, to all ranks."""
+    """Search on rank 0, and send the result or the error to all ranks."""
     found, failure = None, None
     if rendezvous.place.rank == 0:
         try:
@@ -282,7 +292,10 @@ def _unlisted(resume: str, error: OSError) -> CheckpointError:
 
 
 def _check_store(url: str, folder: Remote) -> None:
-    """Check that a store can be written; the next save deletes the object written here."""
+    """Raise ConfigError if an object store cannot be written.
+
+    The check writes a small object, which the next save deletes.
+    """
     try:
         (folder / PROBE).write_bytes(b"\n")
     except OSError as error:
@@ -294,8 +307,8 @@ def _check_store(url: str, folder: Remote) -> None:
 
 
 def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
-    """Check that no folder has another run's checkpoints. Raises ConfigError."""
-    local = RunDir(config.run.dir).checkpoints  # is renamed by the start
+    """Raise ConfigError if a folder has checkpoints of another run, or cannot be read."""
+    local = RunDir(config.run.dir).checkpoints  # a new run renames this folder
     for folder in folders:
         if folder != local and _is_used(folder):
             raise ConfigError(
@@ -305,17 +318,16 @@ def _check_unused(config: RunConfig, folders: Sequence[Location]) -> None:
 
 
 def _check_own_folder(folder: Location, checkpoint: Location | None) -> None:
-    """Check that the folder of the checkpoint that a run resumes from can hold others. Raises
-    ConfigError."""
+    """Raise ConfigError if the folder of the resumed checkpoint cannot be written."""
     if isinstance(folder, Path) and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{folder} cannot be written, where this run's checkpoints are; make it writable, "
-            f"or continue elsewhere with another run.dir and checkpoint.resume={checkpoint}"
+            f"{folder}, which has this run's checkpoints, cannot be written; make it writable, or "
+            f"continue in another folder: set another run.dir and checkpoint.resume={checkpoint}"
         )
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Check that a folder can hold checkpoints, without creating it. Raises ConfigError."""
+    """Raise ConfigError if checkpoints cannot be written to a folder; do not create the folder."""
     fix = "set another folder"
     if link := dangling_link(folder):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Rules about a run's model, float8 layers and machine, as rows of tables; `resolve` checks them.
+"""Rules about a run's model, float8 layers and machine, as tables; `resolve` checks them.
 
 Rules that need only settings are in `dtron/config/setting_rules.py`. A start, `--dry-run`, `dtron
-plan`, its search and docs/combinations.md check the same rules; those of MACHINE only a start and
-`--dry-run`. Passes repeat the checks that users of the plug-in need."""
+plan`, its search and docs/combinations.md use the same rules; only a start and `--dry-run` check
+MACHINE. Passes repeat some of these checks, for users of the plug-in."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ from dtron.models.contract import ignored
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.expert import deepep, symmetric_dispatch
-from dtron.parallelisms.expert.expert_parallel import refuse_half_compiled, shared_dim
+from dtron.parallelisms.expert.dispatchers import refuse_half_compiled
+from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
@@ -38,19 +39,19 @@ class ModelCandidate(Candidate):
 
     @cached_property
     def model(self) -> DecoderConfig:
-        """Resolved config of the model."""
+        """Config of the model: that of `model.size` with `model.override`."""
         chosen = self.config.model
         return model_config(chosen.name, chosen.size, chosen.override)
 
     @property
     def spec(self) -> ModelSpec:
-        """Model family, a row of MODELS."""
+        """Model family, a value of MODELS."""
         assert self.model
         return MODELS[self.config.model.name]
 
     @cached_property
     def layout(self) -> Layout | None:
-        """Stages of the pipeline, balanced by matmul FLOPs with the head; None with pp = 1."""
+        """Stages of the pipeline, balanced by matmul FLOPs including the head; None with pp = 1."""
         config, model, spec = self.config, self.model, self.spec
         if config.parallel.pp == 1:
             return None
@@ -70,19 +71,21 @@ class ModelCandidate(Candidate):
 
     @property
     def sums_micro_batches(self) -> bool:
-        """Whether micro-batches are summed before the reduction, as deferred weight gradients
-        are."""
+        """Whether gradients of several micro-batches are summed before they are reduced.
+
+        True also if weight gradients are deferred.
+        """
         deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
         return super().sums_micro_batches or bool(deferred and self.micro_batches > 1)
 
     @property
     def recipe(self) -> Recipe:
-        """The float8 recipe; only if `float8.recipe` is set."""
+        """The float8 recipe; to be read only if `float8.recipe` is set."""
         return RECIPES[self.config.float8.recipe]
 
     @cached_property
     def float8(self) -> Float8Plan | None:
-        """The float8 layers; only if no other rule is broken."""
+        """The float8 layers; to be read only if no other rule is broken."""
         return plan_float8(self.config, self.model, self.world_size)
 
 
@@ -108,7 +111,7 @@ class MachineCandidate(ModelCandidate):
 
 
 def check_layout(config: RunConfig, world_size: int) -> tuple[DecoderConfig, Layout | None]:
-    """Return model and pipeline of a run. Raises as `resolve`."""
+    """Return model and pipeline of a run. Raises ConfigError as `resolve`."""
     return resolve(config, world_size)[:2]
 
 
@@ -127,7 +130,7 @@ def resolve(
 
 
 def reasons(config: RunConfig, world_size: int) -> list[str]:
-    """Return all errors for which `resolve` refuses a run; empty: it is legal."""
+    """Return all errors for which `resolve` refuses a run; empty: the run is legal."""
     return list(dict.fromkeys(all_broken(ModelCandidate(config, world_size))))
 
 
@@ -148,12 +151,12 @@ def all_broken(run: ModelCandidate) -> Iterator[str]:
 
 
 def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str]:
-    """Yield warnings about tp, etp or cp across hosts, which is legal but slow.
+    """Yield warnings about tp, etp or cp across hosts: legal but slow.
 
     Computation waits for the collectives of these axes in every layer.
 
     Args:
-        host: ranks per host or per NVLink domain; neighbouring ranks are on the same one.
+        host: ranks per host or NVLink domain; consecutive ranks share a host.
     """
     for key, degree, block, instead in _blocks(config):
         if world_size <= host or host % block == 0:
@@ -171,9 +174,9 @@ def host_warnings(config: RunConfig, world_size: int, host: int) -> Iterator[str
 
 
 def _blocks(config: RunConfig) -> Iterator[tuple[str, int, int, str]]:
-    """Yield (key, degree, size of its block of neighbouring ranks, fix) of axes for one host.
+    """Yield (key, degree, size of its block of consecutive ranks, fix) of axes for one host.
 
-    cp and tp are the innermost axes of the mesh, etp the innermost of the experts' mesh.
+    cp and tp are the innermost axes of the mesh; etp is the innermost axis of the experts' mesh.
     """
     parallel, ring = config.parallel, 'parallel.cp_method = "ring"'
     yield "parallel.tp", parallel.tp, parallel.tp, ""
@@ -192,7 +195,7 @@ def _multiple(n: int, of: int) -> str:
 
 
 def _undivided(run: ModelCandidate) -> Iterator[str]:
-    """Yield, for each of tp, ep and etp, the first size that it does not divide."""
+    """Yield an error for each of tp, ep and etp that does not divide a size of the model."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
     shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
@@ -208,28 +211,30 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
                 legal = [n for n in every if all(_splits(run, k, v, n) for k, v in sizes.items())]
                 reason = f"does not divide model.{key} = {size}; use"
                 if key == "n_kv_heads" and _shares_heads(run):
-                    reason = f"neither divides model.n_kv_heads = {size} nor cuts each head of "
-                    reason += f"{model.head_size} evenly; use"
+                    reason = f"neither divides model.n_kv_heads = {size} nor splits each head of "
+                    reason += f"{model.head_size} features evenly; use"
                 yield f"parallel.{axis} = {degree} {reason} {', '.join(map(str, legal))}"
                 break
 
 
 def _splits(run: ModelCandidate, key: str, size: int, degree: int) -> bool:
-    """Whether so many ranks split a size evenly; those that share a key/value head split its
-    rows."""
+    """Whether `degree` ranks split a size evenly.
+
+    Ranks that share a key/value head split its features.
+    """
     if size % degree == 0 or key != "n_kv_heads" or not _shares_heads(run):
         return size % degree == 0
     return degree % size == 0 and size * run.model.head_size % degree == 0
 
 
 def _shares_heads(run: ModelCandidate) -> bool:
-    """Whether the family's placements have ranks share key/value heads."""
+    """Whether the family's placements let several ranks share a key/value head."""
     rows = run.spec.placements(run.model, run.parallel.sequence_parallel).values()
     return any(isinstance(row, Row) and row.n_heads for row in rows)
 
 
 def _check_expert_shards(run: ModelCandidate) -> None:
-    """Check that edp_shard divides a dim of each expert's matrices. Raises ConfigError."""
+    """Raise ConfigError if edp_shard divides no dim of an expert parameter."""
     model, parallel = run.model, run.parallel
     ep, etp = parallel.ep, parallel.etp
     if not model.n_experts or ep * etp * parallel.tp == 1 or any(_undivided(run)):
@@ -242,7 +247,10 @@ def _check_expert_shards(run: ModelCandidate) -> None:
 
 
 def _check_dispatch(run: ModelCandidate) -> None:
-    """Check the dispatcher with recompute, compile and float8, as its pass does."""
+    """Raise ConfigError if the dispatcher does not support the run's settings or width.
+
+    The code that applies the dispatcher repeats these checks.
+    """
     config, parallel = run.config, run.parallel
     if not run.model.n_experts:
         return
@@ -255,7 +263,7 @@ def _check_dispatch(run: ModelCandidate) -> None:
 
 
 def _unread(run: ModelCandidate) -> Iterator[str]:
-    """Yield settings that a model family with its own module ignores."""
+    """Yield an error for each setting that a model family with a custom module ignores."""
     chosen, size = run.config.model, run.spec.sizes.get(run.config.model.size)
     own = {
         f"model.override.{key}": (key, value)
@@ -273,13 +281,31 @@ def _unread(run: ModelCandidate) -> Iterator[str]:
 
 
 def _sequence_chunks(run: ModelCandidate) -> int:
-    """Return a number that must divide seq_len: two chunks per cp rank, one per tp rank."""
+    """Return the number of chunks, which must divide seq_len: two per cp rank, one per tp rank."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
+def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
+    """Yield an error for each name in recompute.modules that no block of a Decoder has."""
+    model, recompute = run.model, run.config.recompute
+    if recompute.mode == "attention" and recompute.modules and "attn" not in recompute.modules:
+        yield 'recompute.mode = "attention" needs attn in recompute.modules; add it, or use "full"'
+    known = {
+        **{"attn": True, "ffn": model.n_dense_layers > 0},
+        **{"ffn.experts": model.n_experts > 0, "ffn.shared": model.n_shared_experts > 0},
+    }
+    names = [name for name, has in known.items() if has]
+    for name in recompute.modules if run.spec.reads is None else ():
+        if name not in names:
+            yield (
+                f"recompute.modules names {name!r}, which no block of the model has; use "
+                f"{', '.join(names)}"
+            )
+
+
 def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
-    """Yield cp methods that split heads over a number of ranks that does not divide them."""
+    """Yield an error for each cp method whose number of ranks does not divide the heads."""
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
     if parallel.cp == 1 or any(_undivided(run)):
         return
@@ -302,23 +328,24 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "train.seq_len model.override",
         lambda c: c.model.positions != "learned" or c.train.seq_len <= c.model.max_seq_len,
         "train.seq_len = {c.train.seq_len} is longer than the learned positions of "
-        "model.override.max_seq_len = {c.model.max_seq_len}; shorten it or raise the latter",
+        "model.override.max_seq_len = {c.model.max_seq_len}; lower seq_len or raise max_seq_len",
     ),
     Rule(
         "train.seq_len model.override",
         lambda c: c.model.mtp < c.train.seq_len,
-        "model.override.mtp = {c.model.mtp} looks beyond train.seq_len = {c.train.seq_len}; "
-        "use less",
+        "model.override.mtp = {c.model.mtp} predicts tokens beyond train.seq_len = "
+        "{c.train.seq_len}; use a smaller mtp",
     ),
     Rule("parallel.ep parallel.etp", lambda c: c.model.n_experts, needs="model.override.n_experts"),
     Rule(
         "parallel.sequence_parallel parallel.tp model.override",
         lambda c: not c.model.n_experts or c.parallel.tp == 1 or c.parallel.sequence_parallel,
         "parallel.sequence_parallel = false with parallel.tp = {c.parallel.tp} and experts: "
-        "each rank routes tokens of its own; use true",
+        "each tp rank routes its own shard of the tokens; use true",
     ),
     Rule(
-        "parallel.dispatcher recompute.mode compile.enable debug.deterministic float8.dispatch",
+        "parallel.dispatcher recompute.mode recompute.modules compile.enable debug.deterministic "
+        "float8.dispatch",
         passes(_check_dispatch),
     ),
     Rule("parallel.tp parallel.ep parallel.etp model.override", finds_none(_undivided)),
@@ -336,8 +363,8 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "parallel.tp parallel.dp_shard parallel.cp model.override",
         lambda c: c.model.vocab_size % c.degrees["tp"] == 0 or c.model.dim % c.shards == 0,
         "model.override.vocab_size = {c.model.vocab_size} is padded for parallel.tp = "
-        "{c.parallel.tp} and then sharded by width, but the {c.shards} ranks of parallel.dp_shard "
-        "do not divide model.dim = {c.model.dim}; use a dp_shard that does, or a vocab_size that "
+        "{c.parallel.tp} and then sharded by width, but the {c.shards} ranks of dp_shard x cp do "
+        "not divide model.dim = {c.model.dim}; use a dp_shard x cp that does, or a vocab_size that "
         "tp divides",
     ),
     Rule(
@@ -352,7 +379,7 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "parallel.cp model.override",
         lambda c: c.parallel.cp == 1 or not c.model.attention_dropout,
         "model.override.attention_dropout = {c.model.attention_dropout} with parallel.cp = "
-        "{c.parallel.cp}: attention weights are never whole on a rank; use 0.0",
+        "{c.parallel.cp}: no rank computes all attention weights; use 0.0",
     ),
     Rule(
         "parallel.cp_method model.override",
@@ -362,8 +389,8 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
         lambda c: (
             f"parallel.cp_method has {len(c.parallel.cp_methods())} entries for the "
-            f"{c.model.n_layers + c.model.mtp} layers of the model; give one for each, or one for "
-            "all"
+            f"{c.model.n_layers + c.model.mtp} layers of the model; give one method per layer, or "
+            "one for all layers"
         ),
     ),
     Rule(
@@ -371,9 +398,10 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         lambda c: c.config.recompute.first <= c.model.n_layers + c.model.mtp,
         lambda c: (
             f"recompute.first = {c.config.recompute.first}: the model has only "
-            f"{c.model.n_layers + c.model.mtp} blocks; leave it out to recompute all"
+            f"{c.model.n_layers + c.model.mtp} blocks; leave it out to recompute all blocks"
         ),
     ),
+    Rule("recompute.modules model.name", finds_none(_unknown_modules)),
     Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
         finds_none(_heads_over_cp),
@@ -397,7 +425,7 @@ _ONE_SCALE = {
     "float8.gather_inputs": "the gathered input has other scales than its shards",
     "float8.scaling": "delayed scaling needs per-tensor scales",
 }
-"""Key -> why it needs a recipe with one scale per tensor."""
+"""Key -> why the key needs a recipe with one scale per tensor."""
 
 
 def _several_scales(run: ModelCandidate) -> Iterator[str]:
@@ -427,8 +455,8 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "float8.output train.loss_chunks",
         lambda c: not c.config.float8.output or c.train.loss_chunks == 1,
-        "float8.output with train.loss_chunks = {c.train.loss_chunks}: the loss multiplies "
-        "by the head itself, in train.dtype; use one of the two",
+        "float8.output with train.loss_chunks = {c.train.loss_chunks}: a chunked loss computes the "
+        "head's matmul itself, in train.dtype; use one of the two",
     ),
     Rule(
         "float8.all_gather float8.recipe",
@@ -445,8 +473,8 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "float8.scaling float8.gather_inputs",
         lambda c: c.config.float8.scaling != "delayed" or not c.config.float8.gather_inputs,
-        'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered by the scale '
-        "of its own values and would be cast again by another; use one of the two",
+        'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered with the scale '
+        "of its values and would be cast again with another scale; use one of the two",
     ),
     Rule(
         "float8.gather_inputs",
@@ -492,7 +520,7 @@ def cpu_warnings(config: RunConfig, device: torch.device) -> Iterator[str]:
 
 
 def setting_warnings(config: RunConfig) -> Iterator[str]:
-    """Yield warnings about settings whose effect depends on automatic settings or on torch."""
+    """Yield warnings about settings whose effect depends on other settings or torch's version."""
     train, parallel = config.train, config.parallel
     wide = train.dtype == "bfloat16" and parallel.reduce_dtype == "float32"
     if wide and parallel.reduce_by == "all_to_all" and release(torch.__version__) >= (2, 15):
@@ -514,7 +542,7 @@ def _without_gpus(run: MachineCandidate) -> Iterator[str]:
 
 
 def check_dispatcher(run: MachineCandidate) -> None:
-    """Check that this machine supports the dispatcher. Raises ConfigError."""
+    """Raise ConfigError if this machine does not support the dispatcher."""
     if run.parallel.dispatcher == "deepep":
         deepep.library(run.parallel.ep, run.device.type == "cuda")
     if run.parallel.dispatcher == "symmetric_memory":

@@ -5,7 +5,7 @@ from importlib.metadata import version as installed
 from dtron.errors import note
 
 TORCH = ("2.11", "2.15")
-"""Oldest and newest tested version; pyproject.toml has the same."""
+"""Oldest and newest tested version; pyproject.toml names the same versions."""
 
 
 def warn_untested() -> None:
@@ -18,7 +18,7 @@ def warn_untested() -> None:
 
 
 def untested(version: str) -> str:
-    """Return the warning for a version such as 2.16.0+cpu; empty if it is tested."""
+    """Return the warning for a version such as 2.16.0+cpu; empty: the version is tested."""
     first, last = map(release, TORCH)
     if first <= release(version) <= last:
         return ""

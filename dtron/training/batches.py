@@ -1,5 +1,6 @@
-"""This rank's batches on its device, and metrics of them for the log."""
+"""This rank's batches on its device, and their metrics for the log."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ class RankBatches:
 
     Args:
         context: settings of context-parallel attention; None with cp = 1.
-        hashed: hash all batches, for `read_hash`.
+        hashed: whether to hash all batches, for `read_hash`.
     """
 
     def __init__(
@@ -30,10 +31,17 @@ class RankBatches:
         self.loader, self.mesh, self.context, self.model = loader, mesh, context, model
         self.device = torch.device(mesh.device_type)
         self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
+        self._data_seconds, self._steps = 0.0, 0
 
     def next_step(self) -> tuple[list[Batch], float]:
-        """Return this rank's micro-batches of the next step, and their `attended_length`."""
+        """Return this rank's micro-batches of the next step, and their attended length.
+
+        See `attended_length` for its definition.
+        """
+        begin = time.perf_counter()
         batches = self.loader.step()
+        self._data_seconds += time.perf_counter() - begin
+        self._steps += 1
         attended = attended_length(batches, self.model.config.windows)
         self._n_padding += sum(batch.padding for batch in batches)
         self._n_tokens += sum(batch.tokens.numel() for batch in batches)
@@ -42,15 +50,15 @@ class RankBatches:
         return [self.prepare(batch, self.model.config.mtp) for batch in batches], attended
 
     def prepare(self, batch: Batch, mtp: int = 0) -> Batch:
-        """Return this rank's tokens of a batch on its device; `mtp` as for `shard_batch`."""
+        """Return this rank's tokens of a batch on its device; `mtp`: number of MTP predictions."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        # Only routers use the mask of padding tokens; other models may lack the argument `real`.
+        # Only routers use the mask of padding; models without routers may lack the argument `real`.
         pieces = local.pieces if self.model.config.n_experts else None
         return replace(local, documents=documents, pieces=pieces).to(self.device)
 
     def read_hash(self, group: dist.ProcessGroup) -> int:
-        """Return the hash of all ranks' sequences since the last call; all ranks call it together.
+        """Return the hash of all ranks' sequences since the previous call; a collective.
 
         Args:
             group: process group of all ranks for CPU tensors.
@@ -61,8 +69,14 @@ class RankBatches:
         self._hash = 0
         return int(total) % 2**BITS
 
+    def read_seconds(self) -> float:
+        """Return the seconds per step that this rank waited for data since the previous call."""
+        seconds = self._data_seconds / max(self._steps, 1)
+        self._data_seconds, self._steps = 0.0, 0
+        return seconds
+
     def read_padding(self) -> float:
-        """Return the fraction of padding in all ranks' tokens since the last call."""
+        """Return the fraction of padding, over all ranks, since the previous call; a collective."""
         counts = torch.tensor(
             [self._n_padding, self._n_tokens], dtype=torch.float64, device=self.device
         )
@@ -72,10 +86,10 @@ class RankBatches:
 
 
 def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0) -> Batch:
-    """Select this cp rank's tokens of a batch on the host; with cp = 1, return the batch.
+    """Select this cp rank's tokens of a batch on the host; with cp = 1, all tokens.
 
     Args:
-        batch: whole sequences (B, T).
+        batch: whole sequences (B sequences, T tokens).
         context: settings of context-parallel attention; None with cp = 1.
         mtp: number of MTP predictions, whose tokens may be on another rank.
     Returns:
@@ -110,12 +124,14 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
 
 
 def attended_length(batches: Sequence[Batch], windows: Sequence[int]) -> float:
-    """Compute the mean attended length over layers and tokens, for FLOP counts.
+    """Return the attended length for FLOP counts: 2 * (mean number of keys per query) - 1.
 
-    For documents of length L it is sum(L^2) / sum(L), or less with sliding windows.
+    The mean is over layers and tokens. A causal query in a document of L tokens sees (L + 1) / 2
+    keys on average, so the result is L; for several documents it is sum(L^2) / sum(L). Sliding
+    windows reduce it.
 
     Args:
-        windows: sliding window of each layer in tokens; 0: none.
+        windows: sliding window of each layer in tokens; 0: no window.
     """
     # A token at position p sees p + 1 keys; the sum of 2 (p + 1) - 1 over p < L is L^2.
     positions = [_positions(batch) for batch in batches]

@@ -40,7 +40,7 @@ def build_mesh(config: RunConfig, world_size: int, device_type: str) -> Mesh:
         high_priority=parallel.high_priority if device_type == "cuda" else (),  # NCCL only
     )
     for axes in (LOSS_AXES, SHARE_AXES, BATCH_AXES):
-        mesh.group(*axes)  # creates it, so that it gets its name and time-out with the others
+        mesh.group(*axes)  # creates the group, so that `groups` and `group_names` contain it
     return mesh
 
 
@@ -63,7 +63,7 @@ class ModelBuilder:
         """Build the parallel model with its execution and loss.
 
         Args:
-            passes: replace the passes of the config.
+            passes: passes to apply instead of those of the config.
         """
         with torch.device("meta"):
             model = build_model(self.config.model.name, self.setup.config, self.setup.attention)
@@ -148,9 +148,9 @@ class BuiltRun:
     optimizer: torch.optim.Optimizer
     step: TrainStep
     routing: Routing | None
-    """None where the model has no routers."""
+    """Load balancing of experts; None: the model has no routers."""
     scales: DelayedScales | None
-    """None without delayed float8 scaling."""
+    """Delayed float8 scales; None: scaling is not delayed."""
 
 
 def build_run(
@@ -169,7 +169,7 @@ def build_run(
     applied, mesh, float8 = model.applied, model.mesh, setup.float8
     optimizer = build_optimizer(applied.named_parameters(), config.optim)
     micro_batches = config.micro_batches(dist.get_world_size())
-    found = routers(applied.parts.values())  # a stage may have none
+    found = routers(applied.parts.values())  # a stage may have no router
     routing = Routing(found, mesh, micro_batches) if setup.config.n_experts else None
     refresh = float8.gather_weights(applied, mesh) if float8 else None
     scales = float8.delay_scales(applied, mesh) if float8 else None

@@ -1,6 +1,6 @@
 """Validation loss and sample text of a run.
 
-Every rank runs every forward, since parameters are gathered by collectives; rank 0 samples.
+All ranks run every forward pass, since collectives gather the parameters. Rank 0 draws the tokens.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Evaluation:
         self.config, self.model, self.batches, self.data = config, model, batches, data
 
     def loss(self) -> float | None:
-        """Return the mean loss of the held-out split; None without one. Waits for the device."""
+        """Return the mean validation loss; None: validation is off. Waits for the device."""
         train = self.config.train
         if self.data.validation is None or not train.eval_sequences:
             return None
@@ -73,9 +73,9 @@ def sample_text(
     """Continue `prompt` by `n_tokens` tokens, or until the end of the document; return the text.
 
     Args:
-        next_logits: called by all ranks with tokens (B, T) and an index; returns the logits (V,) of
-            the first sequence's token at the index.
-        batch_shape: (B, T) of training's micro-batches, so that compiled blocks are reused.
+        next_logits: function that all ranks call with tokens (B sequences, T tokens) and an index;
+            it returns the logits (vocabulary size,) at this index of the first sequence.
+        batch_shape: (B, T) of the micro-batches of training, so that compiled blocks are reused.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -99,14 +99,14 @@ def next_logits(
     tokens: Tensor,
     index: int,
 ) -> Tensor:
-    """Compute the logits of the first sequence's token at `index`; all ranks call it together.
+    """Compute the logits at `index` of the first sequence; all ranks call it together.
 
     Args:
-        prepare: selects this rank's tokens of a batch and moves them to the device.
-        vocab_size: V without padding for tp.
+        prepare: function that selects this rank's tokens of a batch and moves them to the device.
+        vocab_size: size of the vocabulary, V, without padding for tp.
         tokens: int64 (B, T), whole sequences.
     Returns:
-        float32 (V + padding,), equal on all ranks of one pipeline.
+        float32 (V + padding,), equal on all pp, cp and tp ranks of a data-parallel rank.
     """
     tp, mesh = model.mesh.size("tp"), model.mesh
     local = torch.zeros(-(-vocab_size // tp), device=tokens.device)

@@ -1,6 +1,6 @@
 """Load balancing of experts: scaling of router losses, bias updates after each step, and metrics.
 
-Only `read`, for logging, waits for the device.
+Only `Routing.read`, which is for logging, waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from dtron.parallelisms.mesh import MICRO_AXES, TOKEN_AXES, Mesh
 
 
 class Routing:
-    """The routers of this rank's stages; a stage may have none.
+    """Balances the routers of this rank's pipeline stages, of which some may have no router.
 
     Args:
         found: the routers.
@@ -28,7 +28,7 @@ class Routing:
         # Creating groups is a collective, also for ranks whose stages have no router.
         all_tokens, tokens = (_group(mesh, axes) for axes in (TOKEN_AXES, MICRO_AXES))
         for router in found:
-            # Gradients are summed over micro-batches and ranks; the divisor makes it a mean.
+            # Gradients are summed over micro-batches and ranks; the divisor makes the sum a mean.
             router.loss_divisor.fill_(micro_batches * mesh.size(*TOKEN_AXES))
             loads = all_tokens if router.balance == "global_batch" else tokens
             router.pool = RankPool(loads, tokens)
@@ -36,20 +36,20 @@ class Routing:
         self.losses = torch.zeros(0, 2, device=mesh.device_type)
 
     def after_update(self, taken: Tensor) -> None:
-        """Update the biases by the loads of the step on all ranks, and reset the counts.
+        """Update the routers' biases from the step's loads on all ranks; reset counts and losses.
 
         Args:
-            taken: bool scalar; false: the step was skipped, and biases do not change.
+            taken: bool scalar; False if the step was skipped; then the biases do not change.
         """
         if self.routers:
             self.losses = torch.stack([router.losses for router in self.routers])
             self.counts = update_expert_bias(self.routers, self._sum, taken)
 
     def read(self) -> dict[str, float]:
-        """Return metrics of the last step, equal on every rank, except zero values.
+        """Return the nonzero metrics of the latest step; equal on all ranks.
 
-        These are the router losses, as means over layers and micro-batches, and the largest load of
-        an expert divided by the mean load.
+        The metrics are the router losses, as means over layers and micro-batches, and the largest
+        load of an expert divided by the mean load.
         """
         sums = torch.cat([self.losses.sum(0), self.losses.new_tensor([len(self.losses)])])
         dist.all_reduce(sums)
@@ -70,7 +70,7 @@ def _group(mesh: Mesh, axes: Sequence[Degree]) -> dist.ProcessGroup | None:
 
 
 class RankPool:
-    """The ranks that hold tokens of one micro-batch; a router's `pool`.
+    """The ranks that hold tokens of one micro-batch: implements `dtron.models.router.RoutingGroup`.
 
     Args:
         loads: group over which expert loads are summed; None: only this rank.
@@ -81,29 +81,25 @@ class RankPool:
         self.loads, self.tokens = loads, tokens
 
     def total(self, loads: Tensor) -> Tensor:
-        """Implement the method of `dtron.models.router.Pool`."""
         if self.loads is None:
             return loads
         return wait_tensor(all_reduce(loads, "sum", self.loads.group_name))
 
     @property
     def ranks(self) -> int:
-        """Implement the method of `dtron.models.router.Pool`."""
         return 1 if self.tokens is None else self.tokens.size()
 
     @property
     def counting(self) -> int:
-        """Implement the method of `dtron.models.router.Pool`."""
         return 1 if self.loads is None else self.loads.size()
 
     def in_order(
         self, drop: Callable[[Tensor], Tensor], chosen: Tensor, order: Tensor | None
     ) -> Tensor:
-        """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return drop(chosen)
         by_rank = _gather(chosen, self.tokens)
-        gathered = torch.cat(by_rank.chunk(self.ranks), 1)  # tp ranks of a cp rank are neighbours
+        gathered = torch.cat(by_rank.chunk(self.ranks), 1)  # the tp ranks of a cp rank are adjacent
         if order is None:
             kept = drop(gathered)
         else:
@@ -112,7 +108,6 @@ class RankPool:
         return kept.chunk(self.ranks, 1)[self.tokens.rank()]
 
     def together(self, balancer: LogitBalancer, logits: Tensor, real: Tensor | None) -> Tensor:
-        """Implement the method of `dtron.models.router.Pool`."""
         if self.tokens is None:
             return balancer(logits, real)
         gathered = _gather(logits.detach(), self.tokens)
@@ -121,5 +116,5 @@ class RankPool:
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather (N, ...) of each rank, in rank order: (ranks * N, ...)."""
+    """Gather (N, ...) from each rank, in rank order: (ranks * N, ...)."""
     return wait_tensor(all_gather(x, group.size(), group.group_name))

@@ -1,23 +1,24 @@
 """Summed next-token cross-entropy, from logits or from the hidden states before the head.
 
 The sum over local tokens is divided by the global number of labels before the backward, so that
-every layout gives the same loss. (A mean of the ranks' means differs if their numbers of labels
-differ.)
+every layout gives the same loss. (The mean of the ranks' means would be another loss if ranks have
+different numbers of labels.)
 
-A vocabulary that is sharded over tp is never gathered. With z the local logits, two all-reduces of
-per-token values suffice: first the maximum m; then s = sum(exp(z - m)) and the label's z - m, which
-one rank has. The loss is log(s) - (z_label - m), its gradient exp(z - m) / s - [label].
+If the vocabulary is sharded over tp, the logits z are never gathered. Two all-reduces of a few
+values per token suffice: first of the maximum m, then of s = sum(exp(z - m)) and of z_label - m,
+which only the rank with the label's column has.
+The loss is log(s) - (z_label - m). Its gradient is exp(z - m) / s - one_hot(label).
 
-`ChunkedLoss` also computes the head, one chunk of the N tokens at a time. The forward computes the
-gradient of a chunk's logits together with its loss, and from it at once the gradients of hidden
-states and weight, so that the memory of the logits is free for the next chunk:
+`ChunkedLoss` also computes the head, one chunk of the N tokens at a time. The forward computes a
+chunk's loss and the gradient of its logits, and from this gradient those of the hidden states
+(N, D) and of the weight (V, D). Then the memory of the logits is free for the next chunk:
 
     all logits at once    N V elements, several times: logits, softmax, gradient
     in n chunks           N V / n, several times, and the weight's gradient V D until the backward
 
-With multi-token prediction, the losses of all predictions share one weight gradient. Their weights
-in the objective are known before the loss, so that each chunk's gradient is scaled before it is
-added.
+With multi-token prediction, the losses of all predictions share one weight gradient. The weight of
+each prediction in the objective is known before its loss, so that the gradient of each chunk is
+scaled before it is added.
 
 Sources: Megatron-LM, arXiv:1909.08053, section 3; Liger Kernel, arXiv:2410.10989, section 3.2; Cut
 Your Losses, arXiv:2411.09009.
@@ -42,7 +43,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """A rank's columns of the logits."""
+    """The columns of the logits on one rank."""
 
     size: int
     """Size of the whole vocabulary; columns with this index or a larger one are padding."""
@@ -58,8 +59,8 @@ def cross_entropy_sum(
     """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
     Args:
-        logits: (B, T, V) in any float dtype, or the rank's columns (B, T, V / tp) of a sharded
-            vocabulary; the softmax is computed in float32 at least.
+        logits: (B sequences, T tokens, V vocabulary), or the rank's columns (B, T, V / tp) of a
+            sharded vocabulary, in any float dtype. The softmax is computed in float32 at least.
         labels: int64 (B, T); -100 for tokens without loss.
         vocabulary: this rank's shard; None: the vocabulary is not sharded.
     Returns:
@@ -78,7 +79,7 @@ def count_labels(labels: Tensor) -> Tensor:
 
 
 def loss_from_head(total: Tensor, _labels: Tensor) -> Tensor:
-    """Return the model's output, which is the summed loss if the head computes it."""
+    """Return the model's output, the summed loss from the head."""
     return total
 
 
@@ -87,12 +88,12 @@ class ChunkedLoss:
 
     The forward computes gradients with the loss; the backward multiplies them by the gradient of
     the loss. The weight's gradient is summed over chunks in float32 at least, since bfloat16 would
-    round each addition, and is kept in the weight's dtype until the backward.
+    round each addition; it is kept for the backward in the weight's dtype.
 
     Args:
         chunks: number of chunks; if it does not divide the tokens, the last chunk is smaller or
             there are fewer chunks.
-        vocabulary: this rank's shard, with two all-reduces per chunk; None: it is not sharded.
+        vocabulary: this rank's shard, with two all-reduces per chunk; None: not sharded.
         compile: whether and how to compile the loss of one chunk.
     """
 
@@ -123,15 +124,15 @@ class ChunkedLoss:
         """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
         Args:
-            hidden: (B, T, D), equal on all tp ranks; its gradient on each rank is the partial one
-                of the rank's columns. With `weights` (P B, T, D), prediction after prediction.
-            weight: the head's (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
+            hidden: (B, T, D), equal on all tp ranks. Its gradient is partial on each rank, from the
+                rank's columns. With `weights`: (P B, T, D), P predictions one after the other.
+            weight: weight of the head (V, D), or the rank's rows (V / tp, D), in hidden's dtype.
             labels: int64 (B, T) or (P B, T); -100 for tokens without loss.
             weights: (P,), float32 at least: the weight of each prediction's sum in the objective.
         Returns:
-            A scalar, float32 (float64 for float64), the same on all tp ranks. With `weights`, the
-            weighted sum over the predictions and, without gradient, their sums (P,). The backward
-            can run only once.
+            A scalar, float32 (float64 for float64 hidden), equal on all tp ranks. With `weights`:
+            the weighted sum over the predictions, and the sum of each prediction (P,), which has no
+            gradient. The backward can run only once.
         """
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         predictions = 1 if weights is None else len(weights)
@@ -161,12 +162,12 @@ def _objective(sums: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _PerChunk(Protocol):
-    """`_loss_of_chunk` with its vocabulary, maybe compiled."""
+    """`_loss_of_chunk` with a fixed `vocabulary`, compiled or not."""
 
     def __call__(
         self, logits: Tensor, labels: Tensor, factor: Tensor | None, gradient: bool, /
     ) -> tuple[Tensor, Tensor]:
-        """See `_loss_of_chunk`."""
+        """Return the result of `_loss_of_chunk` for this vocabulary."""
         ...
 
 
@@ -183,7 +184,7 @@ def _loss_of_chunk(
         factor: factor of the gradient; None: 1.
         gradient: whether to compute the gradient.
     Returns:
-        (loss, its gradient with respect to the logits times `factor`), or (loss, logits).
+        (loss, gradient of the logits times `factor`); without gradient: (loss, logits).
     """
     losses, top, total = _token_losses(logits, labels, vocabulary)
     if not gradient:
@@ -194,7 +195,10 @@ def _loss_of_chunk(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """`ChunkedLoss` with gradients: (weighted sum of the losses, their sums (P,))."""
+    """Autograd function of `ChunkedLoss`.
+
+    It returns (weighted sum of the losses, sum of the losses of each of P predictions (P,)).
+    """
 
     @staticmethod
     def forward(
@@ -229,11 +233,11 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a chunked loss was differentiated twice; compute it again instead")
-        # Scaled in place and released, since a copy is as large as the weight.
+            raise RuntimeError("a chunked loss was differentiated twice; compute the loss again")
+        # Scaled in place and not kept, since a copy is as large as the weight.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         for gradient in (grad_hidden, grad_weight):
-            if gradient is not None:  # as a vector, since a scalar would be cast to their dtype
+            if gradient is not None:  # a vector, since torch casts a scalar to the gradient's dtype
                 torch.mul(gradient, grad.view(1), out=gradient)
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -247,13 +251,13 @@ def _add_chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Compute the loss of one chunk; its logits are freed when it returns.
+    """Compute the loss of one chunk; on return, its logits are freed.
 
     Args:
         x: (n, D).
         weight: (V / tp, D).
         factor: factor of this chunk's gradients; None: 1.
-        grad_x: (n, D), is overwritten; None: not needed.
+        grad_x: (n, D), is overwritten with the gradient; None: not needed.
         grad_weight: (V / tp, D), the gradient is added to it; None: not needed.
     """
     loss, grad = per_chunk(F.linear(x, weight), labels, factor, True)
@@ -286,9 +290,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def _token_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute loss, maximum logit, and sum of exp(logit - maximum) of each token.
+    """Compute each token's loss, maximum logit, and sum of exp(logit - maximum).
 
-    Over the whole vocabulary: (n,) each, in float32 at least.
+    All three are over the whole vocabulary: (n,), in float32 at least.
     """
     z = _masked(logits, vocabulary)
     top = _over_ranks(z.amax(dim=1), "max", vocabulary)
@@ -313,7 +317,7 @@ def _logits_gradient(
         top, total: results of `_token_losses`.
         token_grads: (n,), gradient of each token's loss.
     """
-    # The difference is a new tensor, all else is in place, to save memory.
+    # The difference is a new tensor; later operations are in place, to save memory.
     gradient = (_masked(logits, vocabulary) - top.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
     gradient.sub_(_is_label(gradient, labels, vocabulary).to(gradient.dtype))
     return gradient.mul_(token_grads.unsqueeze(1)).to(logits.dtype)

@@ -1,7 +1,7 @@
 """Optimizers, and the update with gradient clipping and skipping of non-finite gradients.
 
 Clipping and skipping are decided on the device: `update` takes one scale for all gradients and
-changes nothing if it is not finite. AdamW does both in its fused kernel.
+changes nothing if the scale is not finite. AdamW does both in its fused kernel.
 
 Source: AdamW, arXiv:1711.05101.
 """
@@ -21,18 +21,17 @@ from dtron.parallelisms.gradients import local_gradients, local_part, scale_or_z
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, applied to local shards, by fused kernels; settings and state as in torch.
+    """AdamW on local shards, with fused kernels; settings and state are those of torch's AdamW.
 
     The update is elementwise, so that placements do not matter. On DTensors, torch would propagate
-    placements for each list of tensors, which takes seconds to a minute of the first step on meshes
-    of three or four axes.
+    placements for each list of tensors. On meshes of three or four axes, this takes up to a minute
+    of the first step.
 
     Args:
-        moments: dtype of the moments; None: that of the parameters.
+        moments: dtype of the moments; None: the dtype of the parameters.
 
     Attributes:
-        scale: factor for all gradients; if it is not finite, a step changes nothing.
-        moments: see Args.
+        scale: factor of all gradients; if it is not finite, a step changes nothing.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class AdamW(torch.optim.AdamW):
         self.scale: Tensor | None = None
         self.moments = moments
         self._counts = [Counts() for _ in self.param_groups]
-        if moments is not None:  # torch converts loaded ones to the dtype of their parameter
+        if moments is not None:  # torch converts loaded moments to the dtype of their parameter
             self.register_load_state_dict_post_hook(_convert_moments)
 
     @torch.no_grad()
@@ -76,16 +75,16 @@ class AdamW(torch.optim.AdamW):
         rates: Rates,
         counts: Counts,
     ) -> None:
-        # On CPUs torch's kernel is the faster one, and it takes parameters in float64; of small
-        # tensors it updates many by one launch.
+        # torch's kernel is faster on CPUs, supports float64, and updates many small tensors in one
+        # launch. The Triton kernel supports other dtypes of moments.
         by_triton = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
         large = sum(p.numel() for p in parameters) >= _LARGE * len(parameters)
         if self.moments is not None or (by_triton and large):
             together = counts.together(steps)
             adamw_(parameters, gradients, firsts, seconds, together, scale, rates)
             return
-        # As for torch.amp's GradScaler: the kernel divides gradients by grad_scale, and skips the
-        # update if found_inf is 1.
+        # Arguments of torch.amp's GradScaler: the kernel divides gradients by grad_scale, and skips
+        # the update if found_inf is 1.
         finite = scale.isfinite()
         adamw(
             *(parameters, gradients, firsts, seconds, [], steps),
@@ -135,8 +134,8 @@ class SGD(torch.optim.SGD):
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGE = 2**20
-"""Mean number of elements of a tensor from which a launch for each one costs less than its update:
-7 us on an H200."""
+"""Mean number of elements per tensor above which updating a tensor takes longer than launching a
+kernel for it (7 us on an H200)."""
 
 
 def _convert_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -180,7 +179,7 @@ def build_optimizer(named: Iterable[tuple[str, Tensor]], options: Optim) -> torc
 
 
 def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
-    """Do one optimizer step with gradients times `scale`; no step if `scale` is not finite.
+    """Do one optimizer step with gradients times `scale`; a non-finite `scale` changes nothing.
 
     Args:
         scale: a float32 scalar on the device; the host does not wait for its value.
@@ -191,9 +190,5 @@ def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
     if isinstance(optimizer, AdamW):
         optimizer.scale = scale
     else:
-        scale_or_zero_(_parameters(optimizer), scale)
+        scale_or_zero_((p for group in optimizer.param_groups for p in group["params"]), scale)
     optimizer.step()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])

@@ -21,7 +21,7 @@ log = logging.getLogger("dtron")
 
 
 class Rollback:
-    """Loads checkpoints from before loss spikes, at most `faults.max_rollbacks` times."""
+    """Loads a checkpoint from before a loss spike, at most `faults.max_rollbacks` times."""
 
     def __init__(
         self, faults: Faults, locations: Sequence[CheckpointLocation], checkpointer: Checkpointer
@@ -37,8 +37,8 @@ class Rollback:
         Args:
             step: the run's current step.
         Raises:
-            TrainingError: no intact checkpoint is old enough, or there were too many rollbacks; on
-                all ranks.
+            TrainingError: on all ranks, if no intact checkpoint is old enough, or after too many
+                rollbacks.
         """
         if self.n_rollbacks >= self.faults.max_rollbacks:
             raise TrainingError(
@@ -49,7 +49,7 @@ class Rollback:
             checkpoint, metadata = self._newest_before(spike.step - self.faults.rollback_steps + 1)
         except CheckpointError as error:
             raise TrainingError(
-                f"{spike}, and there is no checkpoint to go back to: {error}"
+                f"{spike}, and there is no checkpoint for a rollback: {error}"
             ) from error
         self.n_rollbacks += 1
         self.checkpointer.load(checkpoint)
@@ -62,7 +62,7 @@ class Rollback:
         return checkpoint, metadata
 
     def _newest_before(self, step: int) -> tuple[Location, CheckpointMetadata]:
-        """Return the newest intact checkpoint of an earlier step than `step`."""
+        """Return the newest intact checkpoint of a step before `step`, with its metadata."""
         path = newest_good([each.folder for each in self.locations], below=step)
         if path is None:
             raise CheckpointError(f"no checkpoint is older than step {step}")

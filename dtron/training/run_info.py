@@ -39,8 +39,8 @@ class RunInfo:
         """Return the content of run.json; all ranks call it together.
 
         Args:
-            parameters: the trained parameters of this rank.
-            step: step of the checkpoint that training continues from, or 0.
+            parameters: this rank's parameters that are trained.
+            step: step of the checkpoint from which training continues, or 0.
             group: process group of all ranks for CPU tensors.
         """
         config, setup = self.config, self.builder.setup
@@ -100,11 +100,11 @@ class RunInfo:
         if info["experts"]:
             separate = ("edp_shard", "ep", "etp")
             split = {axis: n for axis, n in info["experts"].items() if axis in separate and n > 1}
-            shown = ", ".join(f"{axis} {n}" for axis, n in split.items()) or "whole"
+            shown = ", ".join(f"{axis} {n}" for axis, n in split.items()) or "not sharded"
             wide += f"{'; ' if wide else ''}experts: {shown}"
             wide += ", dispatched in float8" if self.config.float8.dispatch else ""
         if info["context"]:
-            wide += f", attention by {' and '.join(dict.fromkeys(info['context']['methods']))}"
+            wide += f", cp methods {' and '.join(dict.fromkeys(info['context']['methods']))}"
         log.info(
             "%s %s: %s parameters, %s attention, %s",
             self.config.model.name,

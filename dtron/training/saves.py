@@ -8,7 +8,7 @@ from dtron.faults.signals import StopSignal
 
 
 class Saving:
-    """Saves checkpoints of one run; failures are handled as `checkpoint.on_error` says.
+    """Saves checkpoints of one run; handles failed saves according to `checkpoint.on_error`.
 
     Args:
         metadata: returns the metadata of the next checkpoint.
@@ -20,27 +20,34 @@ class Saving:
         self.checkpointer, self.metadata = checkpointer, metadata
 
     def begin(self, durable: bool = False) -> None:
-        """Save, or begin an asynchronous save; `durable` as for `Checkpointer.save`.
+        """Save, or begin an asynchronous save; `durable`: also copy to the durable location.
 
         Raises:
-            CheckpointError: on all ranks.
+            CheckpointError: the save failed; on all ranks.
         """
         self.checkpointer.save(self.metadata(), durable)
 
     def try_begin(self) -> bool:
-        """Begin a save; return whether that worked.
+        """Begin a save; return False if the save failed and the run continues.
 
         Raises:
-            CheckpointError: `checkpoint.on_error` does not let the run continue.
+            CheckpointError: the save failed, and `checkpoint.on_error` stops the run.
         """
         return self.checkpointer.attempt(self.begin)
 
     def try_wait(self) -> bool:
-        """Wait for an asynchronous save; return and raise as `try_begin`."""
+        """Wait for an asynchronous save; return False if the save failed and the run continues.
+
+        Raises:
+            CheckpointError: the save failed, and `checkpoint.on_error` stops the run.
+        """
         return self.checkpointer.attempt(self.checkpointer.wait)
 
     def report_failed(self, stop: StopSignal) -> None:
-        """Handle an asynchronous save that has failed; ranks notice it at different steps."""
+        """After a failed asynchronous save, request a stop or log the error (checkpoint.on_error).
+
+        Ranks may notice the failure at different steps.
+        """
         if self.checkpointer.stops:
             stop.request()
         else:

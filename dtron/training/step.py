@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
-The host never waits for the device: whether non-finite gradients skip the update is decided on the
-device, equally on all ranks, and counted there for logging.
+The host never waits for the device. Updates with non-finite gradients are skipped and counted on
+the device, with the same result on all ranks.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Guard(Protocol):
         """Return whether the loss of a step (1-based) is bad: a bool scalar on the device.
 
         Args:
-            partial_loss: this rank's part of the loss, which the sum over ranks makes complete.
+            partial_loss: this rank's partial loss; the sum over SHARE_AXES is the loss.
         """
         ...
 
@@ -51,7 +51,7 @@ class StepResult:
     grad_norm: Tensor
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
-    """This rank's partial mean loss of the P multi-token predictions; 0 without any."""
+    """This rank's partial mean loss of the P multi-token predictions; 0 without MTP."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class ParallelModel:
     mesh: Mesh
     loss: LossFunction
     """(logits (B, T, V), labels (B, T)) -> summed loss. If the head computes the loss
-    (`Applied.loss_in_head`), the first argument is that loss; then not called with MTP."""
+    (`Applied.loss_in_head`), the first argument is this loss. If the head computes the losses of
+    MTP too, this function is not called."""
 
 
 class TrainStep:
@@ -73,9 +74,10 @@ class TrainStep:
         dropout_seed: seed of the dropout masks; None if the model has no dropout.
         mtp_weight: weight of the loss of multi-token prediction, which contributes gradient only;
             the logged loss is unchanged.
-        guard: detects bad losses, whose steps may be skipped.
-        after_update: called after each step to update state that depends on weights, such as
-            float8 scales; its argument, a bool scalar on the device, is whether the step was taken.
+        guard: detects bad losses and may skip their steps.
+        after_update: function that is called after each step to update state that depends on
+            weights, such as float8 scales. Its argument is a bool scalar on the device: False if
+            the step was skipped.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class TrainStep:
         """Run update `step` (0-based) at learning rate `lr` on this rank's micro-batches.
 
         Args:
-            compute: wrapper of the gradient computation, for example to run it twice.
+            compute: function that runs the gradient computation, perhaps twice; None: run it once.
         """
         with phase("forward_backward"):
             accumulate = functools.partial(self.accumulate, batches, step)
@@ -132,7 +134,7 @@ class TrainStep:
         return StepResult(loss, norm, self.mtp_loss)
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
-        """Run forward and backward of all micro-batches; gradients are complete afterwards.
+        """Run forward and backward of all micro-batches, and complete the gradients.
 
         Returns:
             This rank's partial mean loss.
@@ -159,7 +161,10 @@ class TrainStep:
         return total
 
     def _loss_weights(self, counts: Tensor) -> Tensor:
-        """Return the weight of each prediction's summed loss in the objective: (1 + P,)."""
+        """Return the weights of the predictions' summed losses in the objective: (1 + P,).
+
+        P is the number of multi-token predictions.
+        """
         weights = counts.double().reciprocal()
         weights[1:] *= self.mtp_weight / max(1, len(weights) - 1)
         return weights
@@ -172,8 +177,8 @@ class TrainStep:
         The mean loss of the P multi-token predictions is added to `mtp_loss`.
 
         Args:
-            output: logits of each prediction; or, if the head computes the losses, their weighted
-                sum and their sums (1 + P,).
+            output: logits (B, T, V / tp) of each prediction. If the head computes the losses:
+                their weighted sum, and the sum of each prediction (1 + P,).
         """
         if self.model.applied.loss_in_head:
             objective, sums = output
@@ -216,10 +221,10 @@ def as_micro_batch(
     labelled: bool = False,
     loss_weights: Tensor | None = None,
 ) -> MicroBatch:
-    """Return tokens (B, T) and the other arguments of every model stage.
+    """Return tokens (B, T), and the keyword arguments of every pipeline stage.
 
     Args:
-        labelled: add the labels, for a head that computes the loss.
+        labelled: whether to add the labels, for a head that computes the loss.
         loss_weights: (1 + P,), added with the labels of multi-token prediction.
     """
     positions = batch.positions
@@ -242,9 +247,9 @@ def as_micro_batch(
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
-    """Compute the mean loss of batches, a scalar, equal on all ranks.
+    """Compute the mean loss of batches: a float64 scalar, equal on all ranks.
 
-    All ranks must pass equally many batches.
+    All ranks must pass the same number of batches.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=model.mesh.device_type)
 

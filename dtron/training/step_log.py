@@ -1,5 +1,7 @@
 """Rows of metrics.jsonl: metrics of a step, reduced over ranks only on logging steps."""
 
+import logging
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,9 +15,18 @@ from dtron.training.batches import RankBatches
 from dtron.training.build import BuiltRun
 from dtron.training.step import StepResult
 
+log = logging.getLogger("dtron")
+_WAITING = 0.1
+"""Fraction of the step time from which a wait for data is logged."""
+_FASTER = {
+    "stream": "set data.substreams, or tokenize it before the run with dtron data prepare",
+    "corpus": "copy the prepared corpus to a faster disk",
+}
+"""How data becomes faster, for a stream and for tokens in files."""
+
 
 class StepLog:
-    """Collects the metrics of a run's steps; `row` is a collective.
+    """Collects the metrics of a run's steps; all ranks call `row` together.
 
     Args:
         host_group: process group of all ranks for CPU tensors.
@@ -32,19 +43,23 @@ class StepLog:
         self.config, self.run, self.batches = config, run, batches
         self.throughput, self.host_group = throughput, host_group
         self.accuracy: dict[str, float] = {}
-        """Accuracy of the current step's float8 casts, if they are measured."""
+        """Accuracy of the float8 casts in the current step, if they are measured."""
         self.recovery: dict[str, float] = {}
-        """Metrics of a restart, for the next row."""
+        """Recovery times after a restart, for the next row."""
+        self._rows, self._warned = 0, False
 
     def row(self, step: int, tokens: int, result: StepResult, lr: float) -> Row:
-        """Return the metrics since the last row. Waits for the device.
+        """Return the metrics since the previous row of metrics.jsonl. Waits for the device.
 
         Args:
-            step, tokens: numbers of steps and tokens done.
+            step, tokens: numbers of steps and tokens so far.
         """
         loss = self._over_ranks(result.loss)
         row: Row = {"step": step, "loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
-        row |= {"tokens": tokens, **self.throughput.read(), "memory_gib": self._peak_memory()}
+        memory, waited = self._most_of_ranks(peak_memory_gib(), self.batches.read_seconds())
+        row |= {"tokens": tokens, **self.throughput.read(), "memory_gib": memory}
+        row["data_seconds"] = waited
+        self._warn_of_waiting(row)
         if skipped := int(self.run.step.skipped):
             row["skipped"] = skipped
         row |= self.accuracy | self.recovery
@@ -64,9 +79,9 @@ class StepLog:
         in_a_row = int(self.run.step.most_in_a_row)
         if in_a_row >= self.config.train.max_skipped:
             raise TrainingError(
-                f"the gradients of {in_a_row} steps in a row, by step {row['step']}, were not "
-                f"finite (train.max_skipped = {self.config.train.max_skipped}); lower optim.lr or "
-                "resume from an earlier checkpoint"
+                f"the gradients of {in_a_row} steps in a row were not finite, noticed at step "
+                f"{row['step']} (train.max_skipped = {self.config.train.max_skipped}); lower "
+                "optim.lr or resume from an earlier checkpoint"
             )
 
     def _over_ranks(self, part: torch.Tensor) -> float:
@@ -74,8 +89,20 @@ class StepLog:
         dist.all_reduce(total, group=self.run.model.mesh.group(*SHARE_AXES))
         return total.item()
 
-    def _peak_memory(self) -> float:
-        """Return the maximum of all ranks' peak memory in GiB."""
-        most = torch.tensor([peak_memory_gib()], dtype=torch.float64)
+    def _most_of_ranks(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all ranks; a collective."""
+        most = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
-        return most.item()
+        return most.tolist()
+
+    def _warn_of_waiting(self, row: Row) -> None:
+        """Log, once, that steps wait for data; not of the first row, whose steps open files."""
+        share = (row["data_seconds"] or 0.0) / (row["seconds"] or math.inf)
+        if self._rows and share > _WAITING and not self._warned:
+            self._warned = True
+            log.warning(
+                "data: the slowest rank waits for its sequences during %.0f%% of the step time; %s",
+                100 * share,
+                _FASTER["stream" if self.config.data.hf_streaming else "corpus"],
+            )
+        self._rows += 1

@@ -25,6 +25,7 @@ from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
+from dtron.data.stream import merged
 from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
 from dtron.faults.signals import StopSignal
@@ -53,13 +54,13 @@ from dtron.run.rendezvous import Rendezvous, meet
 from dtron.run.step_times import StepTimes
 from dtron.setup.agreement import check_agreement_of_ranks, common_to_ranks
 from dtron.setup.automatic import Automatic
-from dtron.setup.compatibility import (
+from dtron.setup.preflight import preflight
+from dtron.setup.resume_checks import (
     model_metadata,
     resume_settings,
     resumed_warmup,
     schedule_settings,
 )
-from dtron.setup.preflight import preflight
 from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.evaluation import Evaluation
@@ -72,7 +73,7 @@ from dtron.training.step_log import StepLog
 log = logging.getLogger("dtron")
 Chooser = Callable[[RunConfig, Place, Rendezvous], Automatic]
 _SIGNAL_SECONDS = 10**6
-"""Time-out of the collective about signals, for which ranks may wait a whole run."""
+"""Time-out of the all-reduce in `LivenessCheck`; some ranks may start it a whole run later."""
 
 
 def _check_type(config: object) -> None:
@@ -85,15 +86,15 @@ def _check_type(config: object) -> None:
 
 
 class Trainer:
-    """Trains one run; every rank has one.
+    """Trains one run; every rank creates a Trainer.
 
         Trainer(RunConfig.load("configs/quickstart.toml")).fit()
 
     Args:
-        config: settings. Automatic keys without a value get their default, or that of `choose`.
+        config: settings. Automatic keys without a value get their default, or `choose` sets them.
         choose: chooses automatic keys after the rendezvous (`dtron.plan.automatic.at_start`).
     Raises:
-        DtronError: the config cannot run here; no process group has been started.
+        DtronError: the config cannot run here; raised before the process group exists.
     """
 
     def __init__(self, config: RunConfig, choose: Chooser | None = None) -> None:
@@ -128,14 +129,16 @@ class Trainer:
         """Train to the last step or until a signal, with saves and validations; then sample text.
 
         Raises:
-            TrainingError: too many steps in a row had gradients that were not finite; or it was
-                called before.
+            TrainingError: too many steps in a row had non-finite gradients; or `fit` was called
+                before.
         """
         if self.fitted:
             raise TrainingError("fit() was called twice; make a new Trainer(config) for each call")
         self.fitted = True
         if self.resume.is_finished(self.config.train.steps):
-            log.info("the run is finished: %s is of the last step", self.resume.checkpoint)
+            log.info(
+                "the run is finished: %s is the checkpoint of the last step", self.resume.checkpoint
+            )
             self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()
@@ -152,21 +155,22 @@ class Trainer:
         self._build()
         self.guards.begin(self.step)
         self.attempts.mark("loaded")
-        gc.disable()  # `_one_step` runs it, at the same step on all ranks
+        gc.disable()  # `_one_step` collects garbage, at the same step on all ranks
         try:
             self._train(stop)
-        except CheckpointError:  # on all ranks: the last save failed
+        except CheckpointError:  # on all ranks: a save failed
             stop.end()
             raise
         except TrainingError:  # on all ranks; wait for an asynchronous save
             with self.guards.saving(self.step):
                 self.saving.try_wait()
-            stop.end()  # on all ranks, so that none waits in the collective about signals
+            stop.end()  # on all ranks, so that no rank waits in a collective of `StopSignal`
             raise
         finally:
             gc.enable()
             self.guards.end()
             self.writer.close()
+            self.batches.loader.close(seconds=5)  # a store may be silent for longer
 
     # -- building ---------------------------------------------------------------------------
 
@@ -192,6 +196,7 @@ class Trainer:
             micro_batch=config.train.micro_batch,
             dp_rank=mesh.rank(*BATCH_AXES),
             dp_size=mesh.size(*BATCH_AXES),
+            ahead=config.data.steps_ahead,
         )
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
         self.evaluation = Evaluation(config, model, self.batches, self.data_setup)
@@ -215,7 +220,7 @@ class Trainer:
         self.faults.built(modules_of(model.applied), lambda: self.step)
 
     def _refresh_weights(self) -> None:
-        """Update state that depends on weights, after they were initialized or loaded."""
+        """Update state that depends on weights, after weights were initialized or loaded."""
         if self.run.step.after_update is not None:
             self.run.step.after_update(torch.ones((), dtype=torch.bool, device=self.place.device))
 
@@ -235,8 +240,8 @@ class Trainer:
         model, group = self.model_setup.config, self.checkpointer.group
         self.resume = self.resume.verify(config, model, group)
         checkpoint, metadata = self.resume.checkpoint, self.resume.metadata
-        assert checkpoint is not None, "verify returns one or raises"
-        assert metadata is not None, "it was read"
+        assert checkpoint is not None, "verify returns a checkpoint or raises"
+        assert metadata is not None, "its metadata was read"
         self.checkpointer.load(checkpoint)
         self.batches.loader.load_state_dict(metadata.data)
         self.step, self.tokens = metadata.step, metadata.tokens
@@ -319,7 +324,7 @@ class Trainer:
             due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
-            self.checkpointer.wait()  # raises errors of the last save
+            self.checkpointer.wait()  # raises errors of that save
         stop.end()
         self._write_times()
         if finished:
@@ -372,7 +377,7 @@ class Trainer:
         """Train on the next global batch.
 
         Returns:
-            Result, learning rate, and mean length that attention runs over.
+            Result, learning rate, and attended length: 2 * (mean number of keys per query) - 1.
         """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
         batches, attended = self.batches.next_step()
@@ -381,7 +386,7 @@ class Trainer:
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
         )
         float8, compute = self.run.setup.float8, self.guards.compute(number)
-        if compute is not None:  # computed twice, so collectives are not counted
+        if compute is not None:  # computes gradients twice, so collectives are not counted
             result = self.run.step(batches, self.step, lr, compute)
         elif config.debug.collectives and first:
             result = self._counted(batches, lr)
@@ -446,7 +451,7 @@ class Trainer:
             settings=resume_settings(self.config),
             world_size=self.place.world_size,
             model=model_metadata(self.config, self.model_setup.config),
-            data={**self.batches.loader.state_dict(), **self.data_setup.identity},
+            data=self._data_state(),
             faults=self._guard_state(),
             schedule=schedule_settings(self.config, self.warmup),
             automatic={key: row["value"] for key, row in self.automatic.chosen.items()},
@@ -458,22 +463,34 @@ class Trainer:
             return {}
         return {"rollbacks": self.rollback.n_rollbacks, "spikes": spikes.state_dict()}
 
+    def _data_state(self) -> dict[str, int | str]:
+        """Return the loader's position and the data's identity; with a stream, a collective."""
+        state = {**self.batches.loader.state_dict(), **self.data_setup.identity}
+        if not self.config.data.hf_streaming:
+            return state
+        states = [state] * self.place.world_size
+        dist.all_gather_object(states, state, group=self.host_group)
+        return merged(states)
+
     def _roll_back(self, spike: Spike) -> Location:
-        """Load a checkpoint from before a spike and return it; raises as `Rollback.load`."""
+        """Load and return a checkpoint from before a spike. Raises: as `Rollback.load`."""
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
         self._refresh_weights()
+        metadata = replace(metadata, data=self._data_state())
         self.checkpointer.saver.run_on_first(lambda: self._skip_batches(checkpoint, metadata))
         self.throughput.restart()
         return checkpoint
 
     def _skip_batches(self, checkpoint: Location, metadata: CheckpointMetadata) -> None:
-        """On rank 0: record in the checkpoint that resumed runs also skip these batches."""
-        data, faults = self.batches.loader.state_dict(), self._guard_state()
-        write_metadata(checkpoint, replace(metadata, data=data, faults=faults))
+        """On rank 0: record in the checkpoint that runs that resume from it skip these batches.
+
+        Invalidate newer checkpoints.
+        """
+        write_metadata(checkpoint, replace(metadata, faults=self._guard_state()))
         for location in self.resume.locations:
             abandon_after(location.folder, self.step)
 

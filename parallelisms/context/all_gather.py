@@ -1,4 +1,4 @@
-"""Context parallelism by all-gather of keys and values (arXiv:2407.21783, section 3.3.2)."""
+"""Context parallelism with all-gathered keys and values (arXiv:2407.21783, section 3.3.2)."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ class GatheredBlocks(Blocks):
     """Attention to all-gathered keys and values."""
 
     def over_blocks(self, keys: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-        """See `Blocks`: early, then late queries attend to all keys up to their own end."""
+        """Attend to the gathered keys: early, then late queries, each up to their own end."""
         gathered = self._gather(keys)
         parts = [forward(pair, gathered) for pair in self._pairs()]
         outs, sums = zip(*parts, strict=True)
@@ -22,7 +22,7 @@ class GatheredBlocks(Blocks):
     def _gather(self, keys: Tensor) -> Tensor:
         """All-gather keys (2, B, N / B, G, K) of all blocks to (2, B, T, G, K), in sequence order.
 
-        With documents to (2, 1, B * T, G, K), block after block.
+        With documents, to (2, 1, B * T, G, K), in the order of the blocks.
         """
         parts = all_gather(keys.flatten(0, 1), self.size, self.group.group_name)
         gathered = wait_tensor(parts).unflatten(0, (self.size, *keys.shape[:2]))
@@ -32,7 +32,7 @@ class GatheredBlocks(Blocks):
         return torch.cat([*early, *late.flip(0)], dim=2)
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """See `Blocks`: gradients of all keys are reduce-scattered."""
+        """Compute gradients of all ranks' keys and reduce-scatter them; see `Blocks`."""
         gathered = self._gather(keys)
         grads = torch.zeros_like(gathered, dtype=dtype)
         for pair in self._pairs():

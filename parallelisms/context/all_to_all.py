@@ -15,8 +15,10 @@ from dtron.parallelisms.functional_collectives import all_to_all_even
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, n: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-to-all from t tokens of all heads to n * t tokens, in rank order, of 1 / n of the heads.
-    Key/value heads are repeated first if n does not divide their number."""
+    """Exchange t tokens of all heads for n * t tokens, in rank order, of 1 / n of the heads.
+
+    Key/value heads are repeated first if n does not divide their number.
+    """
     repeats = math.lcm(k.shape[2], n) // k.shape[2]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
@@ -30,7 +32,7 @@ def to_heads(
 
 
 def to_tokens(out: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:
-    """The inverse all-to-all: (B, n * t, H / n, K) -> (B, t, H, K)."""
+    """Undo `to_heads` for the output: (B, n * t, H / n, K) -> (B, t, H, K)."""
     sent = out.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     received = all_to_all_even(sent, group)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

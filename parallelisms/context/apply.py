@@ -20,15 +20,15 @@ class Context:
 
     Args:
         cores: pattern of the attention modules, which are called as (q, k, v, mask, sink). An
-            attribute `scoring` = (window, softcap, scale) of a module overrides the fields below.
+            attribute `scoring` = (window, softcap, scale) of a module overrides these fields.
         methods: method of each module, in the model's order; or one method for all.
         inner: all-to-all ranks of the hierarchical method; 0: the largest proper divisor of cp.
-        kernel: a row of KERNELS.
+        kernel: a name in KERNELS.
         window: maximum number of keys that a query attends to; 0: all.
         softcap: c in scores c tanh(s / c); 0: off.
         scale: scale of the scores; 0: 1 / sqrt(K).
-        windows: other windows that modules have by `scoring`; rings with documents need tables for
-            each window.
+        windows: windows of modules with an own `scoring`; rings with documents need tables for each
+            window.
     """
 
     cores: str
@@ -44,13 +44,13 @@ class Context:
     def of(
         cls, parallel: Parallel, cores: str, kernel: str, window: int = 0, softcap: float = 0.0
     ) -> "Context | None":
-        """Make it from the [parallel] section; None if cp = 1."""
+        """Return the settings that the [parallel] section defines; None if cp = 1."""
         if parallel.cp == 1:
             return None
         return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
 
     def layouts(self, cp: int) -> dict[CpMethod, ContextLayout]:
-        """{method: its layout of the cp axis}, for all methods in use."""
+        """Return {method: its layout of the cp axis} for all methods in use."""
         windows = tuple(dict.fromkeys(w for w in (self.window, *self.windows) if w))
         return {
             method: replace(layout_of(method, cp, self.inner), windows=windows)
@@ -69,14 +69,14 @@ def apply_context(
 
     Args:
         cores: (index in the model, module).
-        groups: inner -> process groups between blocks and inside a block.
+        groups: number of ranks in a block -> (process group between blocks, group in a block).
     """
     _check_device(context.kernel, device_type)
     layouts, default = context.layouts(cp), _Scoring(context.window, context.softcap, context.scale)
-    for shape in layouts.values():  # on all ranks, also those whose stages have no attention
+    for shape in layouts.values():  # on all ranks, also if their stages have no attention
         _check_kernel(KERNELS[context.kernel], shape, default)
     process_groups = {method: groups(shape.inner) for method, shape in layouts.items()}
-    # Layers with equal settings share one object, since compile makes a graph per object.
+    # Layers with equal settings share one object, since torch.compile makes a graph per object.
     shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
@@ -92,7 +92,7 @@ def apply_context(
 
 
 class _Scoring(NamedTuple):
-    """How an attention module computes scores; see Context."""
+    """Window, soft cap and scale of an attention module; see Context."""
 
     window: int
     softcap: float
@@ -101,7 +101,7 @@ class _Scoring(NamedTuple):
 
 def _check_device(name: str, device_type: str) -> None:
     if name not in KERNELS:
-        raise ConfigError(f"kernel {name!r} is not known; use {', '.join(KERNELS)}")
+        raise ConfigError(f"kernel {name!r} is unknown; use {', '.join(KERNELS)}")
     if device_type != "cuda" and name != "math":
         raise ConfigError(f'kernel {name!r} needs GPUs; on a {device_type} use "math"')
 
@@ -117,4 +117,6 @@ def _check_kernel(kernel: Kernel, shape: ContextLayout, scoring: _Scoring) -> No
     ]
     for unsupported, what in rules:
         if unsupported:
-            raise ConfigError(f"context parallelism cannot do {what} with the {kernel.name} kernel")
+            raise ConfigError(
+                f"kernel {kernel.name!r} does not support {what} with cp > 1; use another kernel"
+            )

@@ -6,33 +6,33 @@ the other ranks' keys by one of four methods:
 
     ring          Keys and values are sent around a ring; each rank attends to the current block
                   while it receives the next one, and merges the results by their log-sum-exp. In
-                  the backward the gradients of keys follow them (`ring.py`).
+                  the backward, gradients of keys go around the ring after the keys (`ring.py`).
     all_gather    All keys and values are gathered, then attended to at once; their gradients are
                   reduce-scattered (`all_gather.py`).
     ulysses       All-to-all: from T / cp tokens of all heads to all tokens of H / cp heads, and
                   back after attention (`all_to_all.py`).
     hierarchical  ulysses inside groups of `inner` neighbours, a ring between the groups.
 
-All are cases of one layout (`layout.py`): cp = outer x inner, with an all-to-all over `inner` ranks
-and a ring or an all-gather over `outer` blocks. ring and all_gather have inner = 1, ulysses has
-outer = 1.
+All methods are cases of one layout (`layout.py`): cp = outer x inner, with an all-to-all over
+`inner` ranks and a ring or an all-gather over `outer` blocks. ring and all_gather have inner = 1,
+ulysses has outer = 1.
 
 **One step of the ring.** A block holds an early and a late half of every document, of equal size.
 Rank o computes with the block of rank s:
 
     s = o     all its queries with all keys, causally
-    s < o     all its queries with the early keys, which precede all of them; no late key does
-    s > o     its late queries with all keys; no key precedes an early query
+    s < o     all its queries with the early keys, which precede them; late keys follow them
+    s > o     its late queries with all keys; all keys follow the early queries
 
-so that every step but the first is half a block of unmasked attention on every rank: causal work is
-balanced, and the kernel needs no mask. With documents, a query sees only keys of its document;
+So every step but the first is half a block of unmasked attention on every rank: the ranks
+are balanced, and the kernel needs no mask. With documents, a query sees only keys of its document;
 kernels take this as segments, the bounds of each document's queries and keys.
 
 **A layer with a window** needs no ring: each rank receives only the keys directly before its early
 and late chunks, in one all-to-all (`halo.py`).
 
-**Gathered** keys are in sequence order; the early queries attend causally to all keys up to their
-own end, then the late ones likewise. Nothing is merged.
+**Gathered** keys are in sequence order. Early queries attend causally to all keys up to their own
+end, then late queries to all keys up to theirs. No results are merged.
 
 Softmax statistics, merged outputs and communicated key gradients are float32 at least. Keys and
 values are sent with their G heads, not with the H heads of queries. Attention is one registered
@@ -66,14 +66,14 @@ from dtron.parallelisms.functional_collectives import NamedGroup
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Causal attention over sequences sharded over cp ranks; the forward of an attention module."""
+    """Forward of an attention module: causal attention over sequences sharded over cp ranks."""
 
     method: CpMethod
     shape: ContextLayout
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup
     kernel: str
-    """A row of KERNELS."""
+    """A name in KERNELS."""
     window: int = 0
     softcap: float = 0.0
     scale: float = 0.0
@@ -106,7 +106,7 @@ class ContextAttention:
         if q.shape[1] != k.shape[1] or q.shape[2] % k.shape[2]:
             raise ConfigError(
                 f"attention over cp ranks takes q (B, t, H, K) and k (B, t, G, K), not "
-                f"{tuple(q.shape)} and {tuple(k.shape)}"
+                f"{tuple(q.shape)} and {tuple(k.shape)}; t must be equal, and G divide H"
             )
         n = self.shape.inner
         whole = q.shape[1] * n * self.shape.outer
@@ -117,7 +117,7 @@ class ContextAttention:
             sink = None if sink is None else sink.chunk(n)[self.inner.rank()]
         if tables and not KERNELS[self.kernel].segments:
             raise ConfigError(
-                f"the {self.kernel} kernel does not support document masks with cp > 1"
+                f"kernel {self.kernel!r} has no document masks with cp > 1; use another kernel"
             )
         out = torch.ops.dtron.context_attention(
             q,
@@ -136,19 +136,19 @@ class ContextAttention:
         return to_tokens(out, self.inner, n) if n > 1 else out
 
     def _select(self, mask: Tables, window: int) -> tuple[Tensor, ...]:
-        """Select the tables of this method, or of a window of its ring."""
+        """Select this method's tables; with a `window` in a ring, the tables of the window."""
         if not isinstance(mask, Mapping) or self.method not in mask:
             raise ConfigError(
-                f"the mask of a module that attends over cp ranks by {self.method!r} is the whole "
-                "dict that Split.tables gave for its Context, on the model's device"
+                f"mask has no tables for method {self.method!r}; pass the whole dict that "
+                "Split.tables returns for the model's Context, on the model's device"
             )
         if not window:
             return mask[self.method]
         name, on_host = table_names(self.method, window)
         if name not in mask:
             raise ConfigError(
-                f"the mask has no tables for windows of {window} tokens by {self.method!r}; name "
-                f"{window} in Context.window or Context.windows"
+                f"mask has no tables for windows of {window} tokens with method {self.method!r}; "
+                f"name {window} in Context.window or Context.windows"
             )
         arrange, index, segments = mask[name]
         return arrange, index, *mask[on_host], segments
@@ -187,9 +187,9 @@ def run_context_attention(
         sink: (H,) or None.
         tables: from `Split.tables` for the method; empty: each sequence is one document.
         group: name of the process group over the blocks.
-        inner: number of ranks whose tokens a block has.
+        inner: number of ranks per block.
         gathers: gather all keys, instead of sending them around a ring.
-        kernel: a row of KERNELS.
+        kernel: a name in KERNELS.
         scale, window, softcap: fields of `Score`.
     Returns:
         out like q, and log-sum-exp (B, inner * t, H) over all keys and the sink.

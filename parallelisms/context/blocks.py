@@ -1,4 +1,8 @@
-"""Base class of ring and all-gather attention: order of tokens, and pairs of queries and keys."""
+"""Base class of ring and all-gather attention: order of tokens, and pairs of queries and keys.
+
+Shapes: B sequences, N tokens of a block (of all B sequences), `inner` ranks of a block with t
+tokens per sequence each, H query heads, G key/value heads, K head_dim. A dot is any size.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Pair:
-    """Queries of this rank and the keys that they attend to, of one block or of all of them."""
+    """Queries of this rank, and the keys of one or all blocks to which they attend."""
 
     queries: Where
     keys: Where
@@ -37,7 +41,7 @@ class Blocks:
         q: (B, inner * t, H, K), the block's queries.
         tables: from `Split.tables` for the method; empty: each sequence is one document.
         group: name of the process group over the blocks.
-        inner: number of ranks whose tokens a block has.
+        inner: number of ranks per block.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class Blocks:
         self.rank, self.size = self.group.rank(), self.group.size()
         self.half = q.shape[1] // 2 * (q.shape[0] if tables else 1)
 
-    # Tokens come in the order (rank of inner, early or late, token); late chunks of later ranks
-    # precede those of earlier ranks in the sequence.
+    # Tokens arrive in the order (rank of inner, early or late, token). In the sequence, late chunks
+    # of later ranks precede late chunks of earlier ranks.
 
     def arrange(self, x: Tensor) -> Tensor:
         """Reorder (B, inner * t, ...) to the order of a block: early tokens, then late ones.
@@ -68,7 +72,7 @@ class Blocks:
         return torch.cat([early.flatten(1, 2), late.flip(1).flatten(1, 2)], dim=1)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `arrange`."""
+        """Undo `arrange`: return x, in the order of a block, in the original order and shape."""
         if self.tables:
             flat = x.new_empty(x.shape[1:])  # contiguous, whatever strides the kernel gave
             flat[self.tables[0]] = x[0]
@@ -81,7 +85,7 @@ class Blocks:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, score: Score
     ) -> tuple[Tensor, Tensor]:
-        """Compute out (., ., H, K) and log-sum-exp (., ., H), in float32 at least."""
+        """Compute out (., ., H heads, K) and log-sum-exp (., ., H), in float32 at least."""
 
         def forward(pair: Pair, keys: Tensor) -> tuple[Tensor, Tensor]:
             selected = [take(x, pair.keys) for x in keys]
@@ -120,7 +124,7 @@ class Blocks:
         return grad_q, grad_k, grad_v
 
     def over_blocks(self, keys: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-        """Compute attention over all blocks; returns out and log-sum-exp as `attend`.
+        """Compute attention over all blocks; return out and log-sum-exp, as `attend` does.
 
         Args:
             keys: (2, ., ., G, K), this rank's keys and values.
@@ -138,7 +142,7 @@ def score_of(pair: Pair, score: Score) -> Score:
 
 
 def take(x: Tensor, where: Where) -> Tensor:
-    """Select tokens."""
+    """Return the tokens of x at `where`; x itself for ALL."""
     return x if where is ALL else x[:, where]
 
 

@@ -2,9 +2,9 @@
 
 A query with window W sees itself and the W - 1 tokens before it, in its document. So the queries of
 a chunk see contiguous keys: the chunk and its halo, the W - 1 tokens before it. A rank receives the
-halos of its early and late chunks in one all-to-all, from however many ranks; other keys are not
-sent to it. Early queries then attend to their keys, causally with the window, and late queries to
-theirs. In the backward, the reverse all-to-all sends the gradients of halos back to their owners,
+halos of its early and late chunks, and no other keys, in one all-to-all, from one or more ranks.
+Early queries then attend to their keys, causally with the window, and late queries to theirs. In
+the backward, the reverse all-to-all sends the gradients of halos back to the owners of the keys,
 which sum them.
 
 For one document of 16 tokens on 2 ranks, chunks of 4 tokens, and W = 3:
@@ -15,8 +15,9 @@ For one document of 16 tokens on 2 ranks, chunks of 4 tokens, and W = 3:
     1        4 -  7     2 -  7              2  3 of 0
              8 - 11     6 - 11             none
 
-The last key is that of the last query, so that any kernel with windows computes the attention, with
-queries and keys aligned at the end. With documents, there is one segment per document.
+The last query and the last key belong to the same token. So any kernel can compute the attention if
+it supports windows and aligns queries and keys at the end. With documents, there is one segment per
+document.
 
 Legend: B sequences, N tokens of a block (of all sequences if there are documents), n blocks.
 """
@@ -61,9 +62,9 @@ class HaloBlocks(GatheredBlocks):
         return wait_tensor(rows).movedim(0, 2)
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """See `Blocks`: gradients of halos are sent to the owners of the keys.
+        """Compute gradients of keys; send gradients of halos to the owners of the keys.
 
-        These add them rank by rank, since a key can be in several halos.
+        The owners add them rank by rank, since a key can be in several halos.
         """
         gathered = self._gather(keys)
         grads = torch.zeros_like(gathered, dtype=dtype)
@@ -87,7 +88,7 @@ class HaloBlocks(GatheredBlocks):
 def whole_sequences(
     size: int, rank: int, half: int, window: int
 ) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Compute `index` and `counts` of `halo` for sequences of one document.
+    """Compute `index` and `counts` of `halo` for sequences that are one document each.
 
     The index is a list of (start, end), which a device can expand without a copy from the host.
 
@@ -109,11 +110,11 @@ def halo(chunks: Ints, numbers: Ints, block: int, window: int) -> tuple[Ints, In
         numbers: (N n,), number of each token's document, ascending.
         block: index of the block.
     Returns:
-        index: (.,), indices of the block's tokens to send, by receiving block; then indices, among
-            its own and the received keys, of the keys of early and of late queries.
-        counts: (2, n + 1). Numbers of tokens sent to each block, then of keys of early queries;
-            numbers of tokens received from each block, then of keys of late queries.
-        keys: (.,) each, the keys of early and of late queries as tokens, ascending.
+        index: (.,), indices of the block's tokens to send, by receiving block; then the keys of
+            early and of late queries, as indices into the block's own keys and the received keys.
+        counts: (2, n + 1). Row 0: number of tokens sent to each block, then number of keys of early
+            queries. Row 1: number received from each block, then number of keys of late queries.
+        keys: tokens that are keys of early queries (.,), and of late queries (.,), ascending.
     """
     n = len(chunks) // 2
     blocks = np.concatenate([chunks, chunks[::-1]], axis=1)[:n]
@@ -145,9 +146,9 @@ def _visible_keys(queries: Ints, numbers: Ints, window: int) -> Ints:
 
 
 def received_tokens(size: int, rank: int, half: int, window: int) -> int:
-    """Compute the number of keys that a block receives of a sequence of one document.
+    """Compute the number of keys that a block receives for a sequence of one document.
 
-    Closed form: both halos, without their overlap with each other and with the early chunk.
+    Closed form: both halos, minus their overlaps with each other and with the early chunk.
 
     Args:
         half: number of tokens of a chunk.

@@ -18,7 +18,7 @@ class ContextLayout:
     inner: int
     gathers: bool
     windows: tuple[int, ...] = ()
-    """Windows of the layers with this layout; in a ring, each needs other tables of documents."""
+    """Windows of the layers with this layout; in a ring, each needs its own document tables."""
 
     @property
     def rings(self) -> bool:
@@ -38,7 +38,7 @@ def layout_of(method: CpMethod, cp: int, inner: int = 0) -> ContextLayout:
         inner: all-to-all ranks of the hierarchical method; 0: the largest proper divisor of cp.
 
     Raises:
-        ConfigError: `inner` does not divide cp, or cp has no proper divisor.
+        ConfigError: `inner` is no proper divisor of cp, or cp has no proper divisor but 1.
     """
     if method != "hierarchical":
         return (

@@ -9,10 +9,10 @@ rank r gets chunks r and 2 * cp - 1 - r, an early and a late one: every rank com
     rank    0 0 1 1 1 1 0 0
 
 In a packed sequence every document is split this way. If 2 * cp does not divide a length, some
-chunks get one more token; which ones rotates from document to document, so that every chunk number
+chunks get one more token. These chunks rotate from document to document, so that every chunk number
 has T / (2 * cp) tokens of each sequence, whatever its documents: all shapes are static.
-Neighbouring ranks have neighbouring chunks, so that `inner` of them together have the tokens of one
-of cp / inner ranks, as the hierarchical method requires.
+Neighbouring ranks have neighbouring chunks. So `inner` neighbouring ranks together have the tokens
+that one of cp / inner ranks would have, as the hierarchical method requires.
 
 Legend: B sequences, T tokens, n = 2 * cp chunks.
 Source: Llama 3, arXiv:2407.21783, section 3.3.2 (head and tail chunks); striped attention,
@@ -50,7 +50,7 @@ def document_lengths(documents: NDArray) -> Ints:
 
 def _chunk_numbers_of(of_documents: Ints, n: int) -> Ints:
     quotient, remainder = np.divmod(of_documents, n)
-    first = np.cumsum(remainder) - remainder  # first chunk of each document with one more token
+    first = np.cumsum(remainder) - remainder  # each document's first chunk with one more token
     has_more = (np.arange(n) - first[:, None]) % n < remainder[:, None]
     sizes = quotient[:, None] + has_more
     return np.tile(np.arange(n), len(sizes)).repeat(sizes.ravel())

@@ -10,10 +10,10 @@ from dtron.parallelisms.context.blocks import ALL, Backward, Blocks, Forward, Pa
 
 
 class RingBlocks(Blocks):
-    """Keys are sent around a ring; results are merged by their log-sum-exp."""
+    """Ring attention: keys are sent from rank to rank; results are merged by log-sum-exp."""
 
     def over_blocks(self, keys: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-        """See `Blocks`: attend to each block while the next one is being received."""
+        """Attend to each block of keys while receiving the next block; merge the results."""
         merged = Merged()
         for block, block_keys in self._ring_steps(keys):
             pair = self._pair(block)
@@ -21,7 +21,7 @@ class RingBlocks(Blocks):
         return merged.out, merged.lse
 
     def _ring_steps(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (block, its keys) in the order of the ring, each while the next one is received."""
+        """Yield (block, its keys) in the order of the ring, while the next keys are received."""
         for step in range(self.size):
             last = step == self.size - 1
             following, works = (keys, []) if last else self._send_receive(keys)
@@ -30,7 +30,10 @@ class RingBlocks(Blocks):
             keys = following
 
     def key_gradients(self, keys: Tensor, dtype: torch.dtype, backward: Backward) -> Tensor:
-        """See `Blocks`: gradients follow their block one step behind, back to its owner."""
+        """Compute the gradients of each block's keys and sum them over the ring.
+
+        Gradients are sent one step after their keys, until they reach the owner of the keys.
+        """
         received, works = None, []
         for block, block_keys in self._ring_steps(keys):
             grads = torch.zeros_like(block_keys, dtype=dtype)
@@ -81,7 +84,7 @@ class Merged:
         self.empty = True
 
     def add(self, where: Where, out: Tensor, lse: Tensor) -> None:
-        """Add a block's out (., n, H, K) and log-sum-exp (., n, H) of the queries at `where`."""
+        """Merge a block's out (., n, H, K) and log-sum-exp (., n, H) of n queries at `where`."""
         if self.empty:
             self.empty = False
             self.out, self.lse = (put(x.to(lse.dtype), where) for x in (out, lse))

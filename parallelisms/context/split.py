@@ -1,4 +1,7 @@
-"""Shard the tokens of a micro-batch over cp ranks, and make the index tables of attention."""
+"""Shard the tokens of a micro-batch over cp ranks, and make the index tables of attention.
+
+Shapes: B sequences, T tokens of a sequence, N tokens of a block of ranks over all sequences.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -35,19 +38,23 @@ class Split:
         if shape[1] % (2 * cp):
             below = shape[1] // (2 * cp) * 2 * cp
             raise ConfigError(
-                f"parallel.cp = {cp} cuts a sequence into {2 * cp} chunks, which does not divide "
-                f"its {shape[1]} tokens; use a multiple such as {below or 2 * cp}"
+                f"parallel.cp = {cp} splits a sequence into {2 * cp} chunks, but {2 * cp} does not "
+                f"divide its {shape[1]} tokens; use a multiple such as {below or 2 * cp}"
             )
         self.documents = None if documents is None else documents.numpy()
         self.cp, self.shape = cp, shape
         self.chunk = chunk_numbers(self.documents, shape, 2 * cp)
 
     def index(self, rank: int) -> Tensor:
-        """Indices in the sequence of a rank's tokens: int64 (B, T / cp)."""
+        """Return a rank's tokens as indices into the sequence: int64 (B, T / cp)."""
         return torch.from_numpy(tokens_of_rank(self.chunk, rank, 2 * self.cp))
 
     def tables(self, layouts: Mapping[CpMethod, ContextLayout], rank: int) -> Tables | None:
-        """Index tables of a rank's attention, by method; None if each sequence is one document."""
+        """Return {method: index tables of a rank's attention}.
+
+        Rings have two more entries per window (`table_names`). None if each sequence is one
+        document.
+        """
         if self.documents is None:
             return None
         numbers = _document_numbers(self.documents)
@@ -64,7 +71,7 @@ class Split:
 
 
 def _document_numbers(documents: NDArray) -> Ints:
-    """Number the documents of the micro-batch; of each token: (B, T) -> int64 (B * T,)."""
+    """Return the number of each token's document in the micro-batch: (B, T) -> int64 (B * T,)."""
     by_row = [document_lengths(row) for row in documents]
     return np.arange(sum(map(len, by_row))).repeat(np.concatenate(by_row))
 
@@ -75,14 +82,14 @@ def _tables(
     """Make the tables of one layout on one rank, with n documents.
 
     Returns:
-        First `arrange` (N,), which reorders tokens from the order after the all-to-all to early,
-        then late tokens. Then, for
-        - a ring: `order` (outer, N), which reorders each block from that order to that of the
-          sequences; segments (outer, 2, n + 1) of each step.
-        - an all-gather: `keys` of early and of late queries among the gathered tokens, int64 (.,)
-          each; segments (2, 2, n + 1).
-        - a ring with a window: `index` and `counts` of `halo`; segments (2, 2, n + 1) of early and
-          late queries.
+        `arrange` (N,): puts a block's tokens, as the all-to-all leaves them, into the order "early,
+        then late". The other tables depend on the layout. `segments` are the bounds of each
+        document in queries and keys:
+        - ring, or one block: `order` (outer, N), puts each block's tokens from "early, then late"
+          into the order of the sequences; segments (outer, 2, n + 1), by step.
+        - all-gather: indices of the keys among the gathered tokens, int64 (.,), for early and for
+          late queries; segments (2, 2, n + 1), of early and late queries.
+        - ring with a window: `index` and `counts` of `halo`; segments as for the all-gather.
     """
     block, early, late = rank // shape.inner, chunks, chunks[::-1]
     blocks = np.concatenate([early, late], axis=1)[: shape.outer]
@@ -108,7 +115,7 @@ def _tables(
 
 
 def _chunk_tokens(split: Split, shape: ContextLayout) -> Ints:
-    """Tokens of each chunk, ascending, as indices into (B * T,): (2 outer, N / 2).
+    """Return the tokens of each chunk, ascending, as indices into (B * T,): (2 outer, N / 2).
 
     Block s has chunks s and 2 outer - 1 - s.
     """
@@ -117,7 +124,7 @@ def _chunk_tokens(split: Split, shape: ContextLayout) -> Ints:
 
 
 def _arrival_order(split: Split, shape: ContextLayout, block: int) -> Ints:
-    """Tokens of a block, as indices into (B * T,), in the order of `to_heads`."""
+    """Return a block's tokens, as indices into (B * T,), in the order that `to_heads` returns."""
     ranks = range(block * shape.inner, (block + 1) * shape.inner)
     by_rank = [tokens_of_rank(split.chunk, rank, 2 * split.cp) for rank in ranks]
     rows = np.arange(split.shape[0])[:, None] * split.shape[1]
@@ -132,7 +139,11 @@ def _inverse(tokens: Ints, n: int) -> Ints:
 
 
 def _segments(pairs: Sequence[tuple[Ints, Ints]]) -> Tensor:
-    """Segment bounds of pairs of (documents of queries, documents of keys)."""
+    """Return segment bounds, int32 (pairs, 2, documents + 1).
+
+    Args:
+        pairs: for each call of the kernel, the documents of its queries and of its keys.
+    """
     documents = 1 + max(int(numbers.max()) for pair in pairs for numbers in pair)
     counts = [[np.bincount(numbers, minlength=documents) for numbers in pair] for pair in pairs]
     sums = np.cumsum(np.pad(np.array(counts), ((0, 0), (0, 0), (1, 0))), axis=-1)

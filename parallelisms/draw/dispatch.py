@@ -3,9 +3,9 @@
     python -m dtron.parallelisms.draw.dispatch --dp-shard 4 --tp 2 --ep 4 --etp 2 --mesh mesh.svg
     python -m dtron.parallelisms.draw.dispatch --dp-shard 4 --ep 4 --rows rows.svg
 
-prints each rank's index on the axes of the dense part and of the experts. The first picture has a
-row per rank: both indices, and its shard of the experts (expert number to the right, width down).
-The second picture follows the token copies of one layer through the all-to-all.
+prints each rank's index on the dense axes and on the expert axes. The first picture (--mesh) has
+one row per rank, with both indices and the rank's shard of the experts (x axis: expert; y axis:
+width). The second picture (--rows) follows the token copies of one layer through the all-to-all.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LEFT, TOP, ROW, BOX = 64, 64, 30, 22
 
 @dataclass(frozen=True)
 class Views:
-    """The ranks of one pipeline stage and replica, as two meshes.
+    """Two meshes over the ranks of one pipeline stage and replica.
 
     Args:
         dense: degrees of dp_shard, cp, tp.
@@ -44,13 +44,13 @@ class Views:
         return range(self.experts[0] * self.experts[1] * self.experts[2])
 
     def place(self, rank: int, experts: bool) -> tuple[int, int, int]:
-        """A rank's index on the three axes of experts or of the dense part."""
+        """Return a rank's index on the three expert axes, or on the three dense axes."""
         _, middle, inner = self.experts if experts else self.dense
         return rank // (middle * inner), rank // inner % middle, rank % inner
 
 
 def views(degrees: Mapping[Degree, int], ep: int, etp: int) -> Views:
-    """Make both meshes of the ranks.
+    """Make the dense mesh and the expert mesh over the same ranks.
 
     Raises:
         ConfigError: ep x etp does not divide the number of ranks.
@@ -62,10 +62,10 @@ def views(degrees: Mapping[Degree, int], ep: int, etp: int) -> Views:
 
 
 def draw_mesh(views: Views, n_experts: int) -> str:
-    """Draw both meshes as SVG, a row per rank.
+    """Draw both meshes as SVG, with one row per rank.
 
-    Coloured by ep: the shard of the experts that the rank computes. Framed: the part that it keeps,
-    as one of edp_shard ranks.
+    The coloured box is the shard of the experts that the rank computes, in the colour of its ep
+    index. The framed box inside is the part that FSDP (edp_shard) stores on the rank.
     """
     height = TOP + ROW * len(views.ranks) + 40
     shown = _named(DENSE, views.dense), _named(EXPERTS, views.experts)
@@ -115,7 +115,7 @@ def dispatch(choices: Sequence[Sequence[Sequence[int]]], n_experts: int) -> Disp
     """Dispatch token copies to experts that are spread evenly over the ranks.
 
     Args:
-        choices: for each rank and token, its experts.
+        choices: for each rank, for each of its tokens, the token's experts.
     """
     each = n_experts // len(choices)
     sent = [
@@ -135,8 +135,8 @@ def dispatch(choices: Sequence[Sequence[Sequence[int]]], n_experts: int) -> Disp
 def draw_dispatch(dispatch: Dispatch, n_experts: int) -> str:
     """Draw the three states of a dispatch as SVG.
 
-    A box is a token copy: a letter for the token's rank, its index there, and the expert below; the
-    colour is that of the expert's rank.
+    Each box is one token copy. It shows a letter for the token's rank, the token's index on this
+    rank and, below, the expert. Its colour shows the expert's rank.
     """
     states = {
         "1. each rank sorts its token copies by expert": dispatch.sent,
@@ -185,7 +185,7 @@ def random_choices(n_ranks: int, n_experts: int, tokens: int, top_k: int) -> lis
 
 
 def summary(views: Views) -> str:
-    """One line per rank: its index on all axes."""
+    """Return one line of text per rank: its index on all axes."""
     lines = []
     for rank in views.ranks:
         dense, experts = (views.place(rank, view) for view in (False, True))
@@ -202,6 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = views(degrees, args.ep, args.etp)
         if args.experts % args.ep:
             raise ConfigError(f"--ep {args.ep} does not divide --experts {args.experts}")
+        if args.tokens < 1 or not 1 <= args.top_k <= args.experts:
+            raise ConfigError(
+                f"--tokens {args.tokens}, --top-k {args.top_k}: use at least 1 token, and between "
+                f"1 and --experts {args.experts} experts per token"
+            )
         if args.mesh:
             args.mesh.write_text(draw_mesh(found, args.experts), encoding="utf-8")
         if args.rows:
@@ -222,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for axis in ("dp-shard", "cp", "tp", "ep", "etp"):
         parser.add_argument(f"--{axis}", type=int, default=1, help="degree of this axis")
-    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=8, help="number of experts")
     parser.add_argument("--tokens", type=int, default=5, help="tokens per rank (--rows)")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token (--rows)")
     parser.add_argument("--mesh", type=Path, help="file for the picture of the ranks")

@@ -1,13 +1,13 @@
-"""Simulate a pipeline schedule: its bubble, its peak activation memory, and a picture.
+"""Simulate and draw a pipeline schedule; compute its bubble and peak activation memory.
 
-An action takes the time of its kind, all stages are equal, and communication takes no time. A real
-run is slower, by communication and by unequal stages.
+The time of an action depends only on its kind, all stages are equal, and communication takes no
+time. A real run is slower, because of communication and unequal stages.
 
     python -m dtron.parallelisms.draw.timelines --schedule ZBVZeroBubble --pp 4 --out zbv.svg
 
 The unit of time is the forward of one micro-batch through all stages of a rank, and the unit of
-memory are its activations, so that schedules with different numbers of stages per rank can be
-compared.
+memory is the activations of this forward, so that schedules with different numbers of stages per
+rank can be compared.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """Time of the last end."""
+        """Time at which the last action ends."""
         return max((span.end for row in self.spans for span in row), default=0.0)
 
     @property
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def bubble_of_total(self) -> float:
-        """Fraction of the length that ranks are idle: (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+        """Idle time over the length: (p - 1) / (m + p - 1) for GPipe and 1F1B."""
         return 1 - self.ideal / self.length
 
     @property
@@ -66,7 +66,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Peak activations of each rank, in micro-batches through all its stages.
+        """Peak activations of each rank; the unit is one micro-batch through all its stages.
 
         A stage's activations are live from the start of its F to the end of its B or W.
         """
@@ -100,7 +100,7 @@ def simulate(
 
 
 def _peak(row: Sequence[Span]) -> int:
-    """The largest number of (stage, micro-batch) whose activations a rank holds at once."""
+    """Return the largest number of (stage, micro-batch) pairs with live activations."""
     live = peak = 0
     for span in row:
         if span.action.kind is Kind.FORWARD:
@@ -111,7 +111,7 @@ def _peak(row: Sequence[Span]) -> int:
     return peak
 
 
-# Colours of a rank's first and last stage; those between are interpolated.
+# Colours of a rank's first and last stage; colours of stages between them are interpolated.
 COLOURS: dict[Kind, tuple[str, str]] = {
     Kind.FORWARD: ("#3d7fd0", "#a9cdf5"),
     Kind.BACKWARD: ("#c96f16", "#f7cf9b"),
@@ -131,8 +131,8 @@ WIDTH = 1100
 def draw(timeline: Timeline, title: str, caption: str = "") -> str:
     """Draw a timeline as a standalone SVG picture.
 
-    A row per rank, a box per action, coloured by its kind and its stage among the rank's stages,
-    with the number of the micro-batch if there is room.
+    The picture has one row per rank and one box per action. A box has the colour of its kind and
+    stage, and shows its micro-batch number if there is room.
 
     Args:
         timeline: result of `simulate`.
@@ -158,7 +158,7 @@ def _has(row: Sequence[Span], kind: Kind) -> bool:
 
 
 def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
-    """The boxes of a rank: one path and one text per colour, which keeps the file small."""
+    """Draw the boxes of a rank, with one path and one text per colour to keep the file small."""
     stages = [s for s, rank in enumerate(timeline.ranks_of_stage) if rank == row[0].rank]
     parts = []
     for kind, (chunk, stage) in product(COLOURS, enumerate(stages)):
@@ -176,7 +176,7 @@ def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
 
 
 def _micro_batch_numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
-    """Number of the micro-batch on each box that is wide enough."""
+    """Draw the micro-batch number on each box that is wide enough."""
     parts = []
     for span in spans:
         number, width = str(span.action.micro_batch), (span.end - span.start) * scale
@@ -186,7 +186,10 @@ def _micro_batch_numbers(spans: Sequence[Span], ink: str, scale: float) -> list[
 
 
 def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """Colours of a box, interpolated between its kind's two colours, and of the number on it."""
+    """Return (colour of a box, colour of the number in the box).
+
+    The first is interpolated between the two colours of the kind.
+    """
     part = chunk / (chunks - 1) if chunks > 1 else 0.0
     dark, light = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in COLOURS[kind])
     mixed = [round(d + (n - d) * part) for d, n in zip(dark, light, strict=True)]
@@ -194,7 +197,7 @@ def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
 
 
 def _legend(kinds: Sequence[Kind], chunks: int, y: int) -> str:
-    """Each kind's colours, from a rank's first stage to its last, and its name."""
+    """Draw the legend: a kind's colours, from a rank's first stage to its last, and its name."""
     parts, x = [], LEFT
     for kind in kinds:
         for chunk in range(chunks):
@@ -219,11 +222,11 @@ def _caption(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Length, bubble and peak activations, as text."""
+    """Return length, bubble and peak activations as text."""
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     return (
-        f"length            {timeline.length:g} forwards of a rank's share (simulated, without "
-        "communication)\n"
+        f"length            {timeline.length:g} forwards of all stages of a rank (simulated, "
+        "without communication)\n"
         f"bubble            {timeline.bubble_of_total:.2%} of the time, "
         f"{timeline.bubble_of_ideal:.2%} of the computation\n"
         f"peak activations  {peaks} micro-batches, by rank"

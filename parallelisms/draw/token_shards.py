@@ -2,8 +2,8 @@
 
     python -m dtron.parallelisms.draw.token_shards --cp 4 --documents 19 13 --out shards.svg
 
-prints each rank's number of tokens and of (query, key) pairs, and draws the sequence: its documents
-one after the other, then a row per rank. The shards are those of `context.split.Split`.
+prints each rank's number of tokens and of (query, key) pairs. The picture's first row is the whole
+sequence; each further row has the tokens of one rank. `context.split.Split` computes the shards.
 """
 
 import argparse
@@ -44,11 +44,11 @@ class Shards:
 
     @property
     def cp(self) -> int:
-        """Number of ranks."""
+        """Number of cp ranks."""
         return len(self.pairs)
 
     def rank(self, token: int) -> int:
-        """The rank that holds a token."""
+        """Return the rank that holds a token."""
         return min(self.chunk[token], 2 * self.cp - 1 - self.chunk[token])
 
     def is_early(self, token: int) -> bool:
@@ -56,7 +56,7 @@ class Shards:
         return self.chunk[token] < self.cp
 
     def place(self, token: int) -> int:
-        """A token's index in its document."""
+        """Return a token's index in its document."""
         starts = accumulate(self.lengths, initial=0)
         return token - max(start for start in starts if start <= token)
 
@@ -65,10 +65,10 @@ def shard_documents(lengths: Sequence[int], cp: int) -> Shards:
     """Shard one sequence of documents of these lengths over cp ranks.
 
     Raises:
-        ConfigError: 2 * cp does not divide the number of tokens, or a document is empty.
+        ConfigError: 2 * cp does not divide the number of tokens, cp < 1, or a document is empty.
     """
     if cp < 1 or min(lengths, default=0) < 1:
-        raise ConfigError("cp and the lengths of documents are at least 1")
+        raise ConfigError(f"cp = {cp}, documents = {list(lengths)}: use numbers of at least 1")
     documents = np.arange(len(lengths)).repeat(lengths)[None]
     split = Split(torch.from_numpy(documents), documents.shape, cp)
     pairs = pairs_per_rank(split.chunk, documents, 2 * cp)
@@ -78,8 +78,8 @@ def shard_documents(lengths: Sequence[int], cp: int) -> Shards:
 def draw(shards: Shards, title: str) -> str:
     """Draw the shards as a standalone SVG picture.
 
-    A box is a token with its index in its document, in the colour of its rank; dark in an early
-    chunk, light in a late one.
+    Each box is one token and shows the token's index in its document. It has the colour of the
+    token's rank: dark in an early chunk, light in a late chunk.
     """
     height = TOP + ROW * (shards.cp + 1) + 42
     step = (WIDTH - LEFT - RIGHT) / len(shards.chunk)
@@ -96,7 +96,7 @@ def draw(shards: Shards, title: str) -> str:
 def _row(
     name: str, number: int, step: float, shards: Shards, tokens: Sequence[int], label: str
 ) -> str:
-    """A row of the picture: name, tokens at their positions, and a label on the right."""
+    """Draw a row of the picture: name, tokens at their positions, and a label on the right."""
     y = TOP + ROW * number
     parts = [
         text(8, y + 17, name),
@@ -115,7 +115,7 @@ def _row(
 
 
 def _borders(shards: Shards, step: float) -> str:
-    """Vertical lines between documents."""
+    """Draw vertical lines between documents."""
     ends = list(accumulate(shards.lengths))[:-1]
     low, high = TOP - 4, TOP + ROW * (shards.cp + 1) + 2
     lines = [f"M{LEFT + step * end:.1f} {low}V{high}" for end in ends]
@@ -125,7 +125,7 @@ def _borders(shards: Shards, step: float) -> str:
 def _caption(shards: Shards, y: int) -> str:
     dark, light = TONES[0]
     rest = (
-        "late chunk; a number is a token's place in its document. Pairs of query and key: "
+        "late chunk; a number is a token's index in its document. Pairs of query and key: "
         f"{sum(shards.pairs)} in all, at most {_excess(shards)} more on a rank than on average"
     )
     return key(LEFT, y, dark, "early chunk") + key(LEFT + 96, y, light, rest)
@@ -136,7 +136,7 @@ def _excess(shards: Shards) -> str:
 
 
 def summary(shards: Shards) -> str:
-    """One line per rank: its number of tokens and of pairs."""
+    """Return one line of text per rank: its numbers of tokens and of (query, key) pairs."""
     tokens = len(shards.chunk) // shards.cp
     lines = [
         f"rank {rank}  {tokens} tokens, {n} pairs of query and key"
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def title_of(shards: Shards) -> str:
-    """Title of the picture: `19 + 13 tokens over 4 ranks`."""
+    """Return the title of the picture: `19 + 13 tokens over 4 ranks`."""
     return f"{' + '.join(map(str, shards.lengths))} tokens over {shards.cp} ranks"
 
 

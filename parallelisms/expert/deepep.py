@@ -1,19 +1,19 @@
-"""Experts on other ranks by DeepEP, a library that is not part of dtron.
+"""Dispatcher that uses DeepEP, an optional library.
 
-A dispatcher gets rows sorted by expert, one per expert of a token. DeepEP sends a token to all its
-experts and sums their results; here each row is a token with one expert and weight 1, so that
-nothing is summed or rounded, and a rank may get a token several times, as by `AllToAll`:
+A dispatcher gets rows sorted by expert, one row per token and expert. DeepEP sends a token to all
+its experts and sums their results. Here DeepEP gets each row as a token with one expert and weight
+1, so that it sums and rounds nothing. A rank may get a token several times, as with `AllToAll`:
 
     rows (M, D), expert of each (M, 1) --dispatch--> rows (N, D), local expert of each (N, 1)
                                                        | sorted by expert, computed, sorted back
-    results (M, D), zero without one  <--combine---  results (N, D)
+    results (M, D), 0 if no expert    <--combine---  results (N, D)
 
-In dispatch the host waits for N; only in the forward it overlaps with computation. Recomputation
-needs the same order of received rows, which DeepEP does not guarantee, but keeps inside a host.
+In dispatch the host waits for N. Dispatch overlaps with computation in the forward only.
+Recomputation needs the same order of received rows, which DeepEP keeps but does not guarantee.
 
 Shapes: M rows, D width, N received rows.
 Source: `Buffer` in the legacy interface of DeepEP 2.x (docs/legacy.md, deep_ep/buffers/legacy.py at
-commit 189df34); 1.2.1 exports the same names. Tested with a stand-in, never with the library.
+commit 189df34); 1.2.1 exports the same names. Tested with a fake of the library only.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,17 @@ from dtron.parallelisms.expert.peer_memory import check_host
 KEY = 'parallel.dispatcher = "deepep"'
 _INSTEAD = 'use parallel.dispatcher = "all_to_all"'
 _OTHERS = 'use parallel.dispatcher = "symmetric_memory" (inside a host) or "all_to_all"'
-_UNIT, _MOST = 16, 8176  # elements: a row is copied in halves of 16-byte units, below 8 KiB each
+# Elements of a row: DeepEP copies each half of a row in units of 16 bytes, below 8 KiB.
+_UNIT, _MOST = 16, 8176
 
 
 def check_settings(ep: int, etp: int, deterministic: bool, float8: bool = False) -> None:
     """Raise ConfigError for settings that DeepEP does not support."""
     if float8:
-        why = "rows are handed to DeepEP in bfloat16 alone; use float8.dispatch = false, or"
+        why = "DeepEP gets rows in bfloat16 only; use float8.dispatch = false, or"
         raise ConfigError(f"float8.dispatch with {KEY}: {why} {_OTHERS}")
-    one_rank = "DeepEP sends a row to one rank, not to all that share an expert"
-    filled = "torch then fills each new tensor, which DeepEP refuses"
+    one_rank = "DeepEP sends a row to one rank, not to all ranks that share an expert"
+    filled = "torch then fills uninitialized memory, which DeepEP does not allow"
     unsupported = {
         f"parallel.ep = {ep}: only DeepEP's kernels inside a host are supported": ep > 8,
         f"parallel.etp = {etp}: {one_rank}": etp > 1,
@@ -58,12 +59,16 @@ def check_rows(dtype: torch.dtype, dim: int) -> None:
         name, fix = str(dtype).removeprefix("torch."), 'use train.dtype = "bfloat16", or'
         raise ConfigError(f"{KEY} sends rows in bfloat16, not in {name}; {fix} {_INSTEAD}")
     if dim % _UNIT or dim > _MOST:
-        sizes = f"a multiple of {_UNIT} elements, up to {_MOST}, which model.dim = {dim} is not"
-        raise ConfigError(f"{KEY} sends rows of {sizes}; {_INSTEAD}")
+        rule = f"DeepEP needs a multiple of {_UNIT} up to {_MOST}"
+        raise ConfigError(f"{KEY} with model.dim = {dim}: {rule}; {_INSTEAD}")
 
 
 def library(ep: int, on_gpus: bool) -> tuple[Any, torch.dtype, list[Any]]:
-    """Return `Buffer`, its dtype of experts and its configs for ep ranks. Raises ConfigError."""
+    """Return (Buffer, dtype of expert indices, [dispatch config, combine config]) of DeepEP.
+
+    Raises:
+        ConfigError: no GPUs, DeepEP cannot be imported, or it has no config for `ep` ranks.
+    """
     if not on_gpus:
         raise ConfigError(f"{KEY} needs GPUs; {_INSTEAD} on CPUs")
     try:
@@ -71,7 +76,7 @@ def library(ep: int, on_gpus: bool) -> tuple[Any, torch.dtype, list[Any]]:
 
         return Buffer, topk_idx_t, [Buffer.get_dispatch_config(ep), Buffer.get_combine_config(ep)]
     except ImportError as error:
-        what = f"the package deep_ep, 1.2.1 or a 2.x with these names ({error})"
+        what = f"the package deep_ep, 1.2.1 or 2.x with Buffer and topk_idx_t ({error})"
         fix = f"build it from github.com/deepseek-ai/DeepEP, or {_OTHERS}"
         raise ConfigError(f"{KEY} needs {what}; {fix}") from error
     except AssertionError as error:
@@ -93,7 +98,11 @@ class _Transfer(torch.autograd.Function):
 
 
 class DeepEP(Dispatcher):
-    """Dispatcher by DeepEP's `Buffer`, sized by the rows, not by `capacity`. Raises ConfigError."""
+    """Dispatcher with DeepEP's `Buffer`; `capacity` is ignored.
+
+    Raises:
+        ConfigError: DeepEP is missing or does not support the settings.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
@@ -106,7 +115,7 @@ class DeepEP(Dispatcher):
         self._buffer: Any = None
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: str = "") -> tuple[Any, ...]:
-        """See Dispatcher; rows in bfloat16."""
+        """Issue the dispatch of bfloat16 rows; the host waits for N. See `Dispatcher`."""
         check_rows(rows.dtype, rows.shape[1])
         row = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
         expert = torch.searchsorted(offsets, row, right=True)
@@ -125,11 +134,11 @@ class DeepEP(Dispatcher):
         )
         _, local, _, _, handle, event = sent
         dispatch, combine = (partial(f, handle=handle) for f in (buffer.dispatch, buffer.combine))
-        arriving = _Transfer.apply(rows, lambda _: sent, combine)  # sent above, for its handle
+        arriving = _Transfer.apply(rows, lambda _: sent, combine)  # sent above, to get the handle
         return arriving, local, len(offsets) // self.ep, event, dispatch, combine
 
     def finish(self, pending: tuple, compute: Compute) -> Tensor:
-        """See Dispatcher."""
+        """Wait for the dispatch, compute, combine, and return the results; see `Dispatcher`."""
         rows, experts, n_experts, event, dispatch, combine = pending
         event.current_stream_wait()
         experts, order = experts.flatten().long().sort(stable=True)
@@ -140,11 +149,11 @@ class DeepEP(Dispatcher):
         return _Transfer.apply(results, combine, dispatch)  # type: ignore[return-value]
 
     def _grown(self, row_bytes: int) -> Any:
-        """Return the buffer, which all ranks replace together if it is too small for a row."""
+        """Return the buffer; if the buffer is too small for these rows, all ranks replace it."""
         size = max(config.get_nvl_buffer_size_hint(row_bytes, self.ep) for config in self._configs)
         if self._buffer is None or self._buffer.num_nvl_bytes < size:
             if self._buffer is not None:
                 self._buffer.destroy()
-            # An implicit destroy would wait for all ranks, also for one that has raised.
+            # An implicit destroy would wait for all ranks, also for a rank that raised an error.
             self._buffer = self._make(self.group, size, explicitly_destroy=True)
         return self._buffer

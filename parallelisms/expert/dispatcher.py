@@ -1,6 +1,6 @@
-"""The interface of dispatchers, which send rows to the ranks of their experts and back.
+"""Interface of dispatchers, which send rows (token copies) to the ranks of their experts.
 
-The rows of DISPATCHERS (`expert_parallel.py`) implement it, and so can a user's class, given as
+The classes in `dispatchers.py` implement it, and so can a user's class, passed as
 `ExpertLayers.dispatcher`. Shapes: M rows of a rank, N received rows, D width, E experts.
 """
 
@@ -19,8 +19,8 @@ class Dispatcher(Protocol):
     """Sends rows to the ranks of their experts and returns the results; one object for all layers.
 
     Attributes:
-        in_graphs: whether `begin` and `finish` can be in a compiled graph: the host waits for
-            nothing and reads no sizes.
+        in_graphs: whether `begin` and `finish` can be in a compiled graph. If true, the host must
+            neither wait nor read sizes in them.
     """
 
     in_graphs: bool = False
@@ -32,29 +32,30 @@ class Dispatcher(Protocol):
     def layer(self, fqn: str, device: torch.device) -> Any:
         """Return the `layer` argument of `begin` for one layer, by default its FQN.
 
-        Called once per layer before any `begin`, in the same order on all ranks. In graphs it has
-        tensors instead of constants, so that layers can share a graph.
+        Called once per layer before any `begin`, in the same order on all ranks. With `in_graphs`,
+        return tensors instead of constants, so that layers can share a graph.
         """
         return fqn
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
-        """Issue the dispatch of rows (M, D); the result is passed to `finish`.
+        """Issue the dispatch of rows (M, D), sorted by expert; the result is passed to `finish`.
 
-        `offsets` are int32 (E,), of all experts.
+        `offsets` int32 (E,) are the ends of all experts' rows.
         """
         ...
 
     def finish(self, pending: Any, compute: Compute) -> Tensor:
         """Compute and combine: return the results (M, D) of the rows given to `begin`.
 
-        They are zero after the last offset, NaN for dropped rows.
+        Results of rows after the last offset are zero, results of dropped rows NaN.
         """
         ...
 
     def check(self, device: torch.device) -> None:
-        """Wait for the device and raise an error if rows were dropped; a collective. By default no
-        row ever is.
+        """Wait for the device and raise an error if rows were dropped; a collective.
+
+        The default is for dispatchers that never drop rows: it does nothing.
 
         Raises:
-            TrainingError: on all ranks, if any of them dropped rows.
+            TrainingError: on all ranks, if any rank dropped rows.
         """

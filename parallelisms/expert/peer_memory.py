@@ -23,11 +23,11 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.functional_collectives import symmetric_memory
 
 _PAGE = 2**21
-"""Sizes are rounded up to a multiple of this number of bytes."""
+"""Sizes of shared memory are rounded up to a multiple of this number of bytes."""
 
 
 class PeerMemory:
-    """Shared memory, `nbytes` on each rank of a group of one host; creation is a collective."""
+    """Shared memory of the ranks of one host, `nbytes` per rank; creation is a collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -36,7 +36,7 @@ class PeerMemory:
         if device.type == "cuda":
             own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             self._handle = symmetric_memory.rendezvous(own, group.group_name)
-            self._parts = [own]  # keeps this rank's memory alive; the handle maps peers'
+            self._parts = [own]  # keeps this rank's memory alive; the handle maps all ranks' memory
         else:
             self._parts = _shared_files(nbytes, group)
         starts = [self.view(r, nbytes, torch.uint8).data_ptr() for r in range(group.size())]
@@ -64,9 +64,9 @@ def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> Non
     """Raise ConfigError if ranks of a group cannot read each other's memory; a collective.
 
     Args:
-        key: the setting that requires it.
+        key: the setting that requires shared memory, for the error.
         shared: what the ranks share, for the error.
-        fix: how to fix it, for the error.
+        fix: how to fix the error.
     Raises:
         ConfigError: the ranks are on several hosts.
     """
@@ -81,9 +81,9 @@ def check_host(group: dist.ProcessGroup, key: str, shared: str, fix: str) -> Non
 
 
 class GrowingMemory:
-    """Shared memory that grows to the largest requested size.
+    """Shared memory that grows to the largest requested size, usually in the first step.
 
-    Growing waits for the device and all ranks, and loses the content; it happens in the first step.
+    Growing waits for the device and all ranks, and loses the content.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -91,7 +91,7 @@ class GrowingMemory:
         self._memory: PeerMemory | None = None
 
     def at_least(self, nbytes: int, device: torch.device) -> PeerMemory:
-        """Return memory of at least `nbytes`; all ranks must request the same."""
+        """Return memory of at least `nbytes`; all ranks must request the same size."""
         if self._memory is None or self._memory.nbytes < nbytes:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -115,7 +115,7 @@ def _shared_files(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
             torch.from_file(str(name), shared=True, size=nbytes, dtype=torch.uint8)
             for name in names
         ]
-        dist.barrier(group)  # all have mapped it
+        dist.barrier(group)  # all ranks have mapped the file
     finally:
         os.close(handle)
         os.unlink(own)
@@ -137,7 +137,7 @@ class CopyEngine:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        fix = "share them inside a host (parallel.dp_shard, dp_replicate)"
+        fix = "use a parallel.dp_shard inside a host, and parallel.dp_replicate between hosts"
         check_host(group, "parallel.copy_engines", "parameters", fix)
         self.group = group
         self._device = device
@@ -148,7 +148,7 @@ class CopyEngine:
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) elements of this rank's shared memory, which other ranks will read.
 
-        The current stream waits until it is free. All ranks must request the same size.
+        The current stream waits until the memory is free. All ranks must request the same size.
         """
         self._memory = None  # so that the old memory is freed before a larger one is created
         self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
@@ -166,10 +166,11 @@ class CopyEngine:
         self._pull(parts, 0)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Exchange the chunks (n,) of (ranks * n,) between all ranks, into (ranks * n,).
+        """Exchange chunks of n elements between all ranks: (ranks * n,) -> (ranks * n,).
 
         Args:
-            sent: the result of `staging`, or another tensor, which is copied to it.
+            sent: chunk r is sent to rank r. A result of `staging` is sent without a copy; any other
+                tensor is copied to shared memory first.
         """
         staged = self.staging(sent.numel(), sent.dtype)
         if staged.data_ptr() != sent.data_ptr():
@@ -179,7 +180,11 @@ class CopyEngine:
         self._pull(parts, rank * parts[rank].numel())
 
     def _pull(self, parts: Sequence[Tensor], offset: int) -> None:
-        """Copy other ranks' parts from shared memory, from the next rank on, to spread the load."""
+        """Copy other ranks' parts from shared memory; begin with the next rank to spread the load.
+
+        Args:
+            offset: index of the part's first element in the other rank's memory.
+        """
         assert self._memory is not None, "`staging` has been called"
         self._memory.barrier()
         for i in range(1, len(parts)):

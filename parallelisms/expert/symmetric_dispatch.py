@@ -1,7 +1,7 @@
 """Dispatch tokens to experts on other ranks of a host through symmetric memory, without host waits.
 
-Every rank writes the data that others need to shared memory, and they pull it. No message sizes are
-needed in advance, so the host reads no counts.
+Every rank writes the data that other ranks need to shared memory, and the other ranks pull it. No
+message sizes are needed in advance, so the host reads no counts.
 
     write    offsets (E,)             rows (M, D)                        results (C, D)
     pull     offsets of all (P, E) -> rows by (expert, sender) (C, D) -> results by expert (M, D)
@@ -13,12 +13,12 @@ dispatch, and its backward with the dispatch of gradients. Positions of rows are
 torch operators. So a block compiles to one graph, which all layers share. Gradients take the same
 routes in the opposite direction.
 
-A rank receives at most C rows; those after the last expert's are zero:
+A rank receives at most C rows; rows after the last expert's rows are zero:
 
     C = ceil(capacity x etp x M), at least LEAST and at most P M, which cannot be exceeded
 
 where etp M is the number of rows with even loads. Each tensor that the experts save for their
-backward has C rows, however many were received. The shared memory, one for all layers, has 2 C D
+backward has C rows, however many were received. All layers use the same shared memory of 2 C D
 elements: two halves that are written alternately.
 
 Rows beyond C are never dropped silently. Their results are NaN, and so are the loss and the
@@ -29,15 +29,14 @@ and stops the run.
 All ranks must have the same number of rows: if not, all results are NaN as well, and `check`
 reports it (unless memory has to grow, for which all ranks must request the same size).
 
-Rows and gradients of results may be written in float8 (`float8`); the pull casts them back. Results
-and gradients of rows, which are larger (C rows) and summed over etp, never are.
+With `float8`, rows and gradients of results are written in float8; the pull casts them back.
+Results and gradients of rows keep their dtype: they are larger (C rows) and are summed over etp.
 
-The experts' grouped matmuls skip rows after the last offset. Their undefined results and gradients
-there are never read, so that only pulled rows are zeroed.
+The experts' grouped matmuls skip rows after the last offset. The results and gradients of these
+rows are undefined and never read, so only pulled rows are zeroed.
 
 Shapes: M rows of a rank, the same on all; D width, E experts, P = ep x etp ranks, C rows at most.
-Sources: the idea is that of DeepEP's intra-node dispatch and torch's symmetric memory; the layout
-is new.
+Sources: DeepEP's intra-node dispatch and torch's symmetric memory have the idea; the layout is new.
 """
 
 import math
@@ -62,32 +61,32 @@ from dtron.parallelisms.expert.symmetric_exchange import (
 )
 
 LEAST = 4096
-"""Minimum of C, since loads of few tokens are never even."""
+"""Minimum of C, the maximum number of received rows, since loads of few tokens are never even."""
 _NUMBERS = 2**32
-"""Larger than any number of rows; two numbers of rows are recorded as one, n * _NUMBERS + m."""
+"""Larger than any number of rows: two numbers n, m of rows are recorded as n * _NUMBERS + m."""
 _UNEVEN = 2**62
-"""Recorded if ranks have different numbers of rows; larger than any two numbers of rows."""
+"""Recorded if ranks have different numbers of rows; larger than any record of two numbers."""
 
 
 class RowRoutes(NamedTuple):
-    """Slots of rows in the shared memory of all ranks."""
+    """Slots (indices) of rows in the shared memory of all ranks."""
 
     dispatch: Tensor
-    """int64 (C,): slots, among the rows of all ranks, of the rows of this rank's experts, by
-    (expert, sender)."""
+    """int64 (C,): for each row of this rank's experts, by (expert, sender), its slot among the rows
+    of all ranks."""
     combine: Tensor
-    """int64 (M,): slot of the first partial result of each of this rank's rows."""
+    """int64 (M,): for each row of this rank, the slot of its first partial result."""
     offsets: Tensor
     """int32 (E / ep,): end of the rows of each expert of this rank."""
     n_rows: Tensor
-    """int64 (1,): number of rows for this rank's experts, possibly more than C."""
+    """int64 (1,): number of rows for this rank's experts; it may exceed C."""
 
 
 def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> RowRoutes:
-    """Compute the routes of a rank's rows from the end of each expert's rows on each rank.
+    """Compute the routes of one rank's rows.
 
     Args:
-        ends: int32 (P, E).
+        ends: int32 (P, E), end of each expert's rows on each rank.
         rank: int64 (1,), this rank's index in the P ranks, etp innermost.
         n_rows: M, rows of each rank.
         most: C, maximum number of received rows.
@@ -122,16 +121,20 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
 
 
 def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return the bucket of each row, int64 (N,), from the ends of B buckets; B if it is in none.
+    """Return the index of the bucket that contains each row, int64 (N,).
 
-    Equivalent to torch.searchsorted, which inductor of torch 2.11 cannot compile for GPUs if the
-    searched tensor is a view.
+    The index is B for rows after the last of B buckets. Like torch.searchsorted, which inductor of
+    torch 2.11 cannot compile for GPUs if the searched tensor is a view.
+
+    Args:
+        ends: (B,), end of each bucket.
+        rows: (N,), indices of rows.
     """
     return (rows.unsqueeze(1) >= ends).sum(1)
 
 
 class _LayerTensors(NamedTuple):
-    """Constants of a layer and rank, as tensors, so that all layers and ranks have equal graphs."""
+    """Constants of a layer and rank, as tensors so that all layers and ranks have equal graphs."""
 
     number: Tensor
     """int64 (1,), index of the layer in the mailbox."""
@@ -142,19 +145,15 @@ class _LayerTensors(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A pending dispatch."""
+    """Rows that are being received, and the routes by which results are sent back."""
 
     pending: PendingRows
-    """(C, D), sorted by expert; zero after the last expert's."""
+    """(C, D), sorted by expert; rows after the last expert's rows are zero."""
     routes: RowRoutes
 
 
 def check_device(device: torch.device, float8: bool) -> None:
-    """Raise if float8 rows are requested on a GPU without float8.
-
-    Raises:
-        ConfigError: the GPU's compute capability is too low.
-    """
+    """Raise ConfigError if float8 rows are requested on a GPU without float8."""
     if float8 and device.type == "cuda" and not converts(device):
         raise ConfigError(
             'float8.dispatch with parallel.dispatcher = "symmetric_memory" needs GPUs with '
@@ -164,11 +163,11 @@ def check_device(device: torch.device, float8: bool) -> None:
 
 
 class SymmetricMemory(Dispatcher):
-    """Dispatcher by symmetric memory: ranks pull rows and results; see the module's docstring.
+    """Dispatcher with symmetric memory: ranks pull rows and results; see the module's docstring.
 
     Args:
         group: ep x etp ranks of one host, etp innermost.
-        capacity: maximum number of rows per rank, relative to even loads.
+        capacity: maximum number of rows per rank, as a multiple of the number with even loads.
         float8: write rows and gradients of results in float8.
     Raises:
         ConfigError: the ranks are on several hosts.
@@ -186,7 +185,7 @@ class SymmetricMemory(Dispatcher):
         self._layers: dict[str, int] = {}
 
     def layer(self, fqn: str, device: torch.device) -> _LayerTensors:
-        """See Dispatcher."""
+        """Number a layer and return its constants as tensors; see `Dispatcher`."""
         check_device(device, self.float8)
         number = self._layers.setdefault(fqn, len(self._layers))
         self.mailbox.layers = len(self._layers)
@@ -195,7 +194,7 @@ class SymmetricMemory(Dispatcher):
         return _LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: _LayerTensors) -> _InFlight:
-        """See Dispatcher."""
+        """Exchange offsets, compute routes, and issue the dispatch; see `Dispatcher`."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
         numbers = exchange(numbers, layer.ranks, self.mailbox.name)
@@ -212,7 +211,7 @@ class SymmetricMemory(Dispatcher):
         return _InFlight(send_rows(rows, *slots, *recorded, float8=self.float8), routes)
 
     def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
-        """See Dispatcher."""
+        """Wait for the dispatch, compute, combine, and return the results; see `Dispatcher`."""
         routes, rows = pending.routes, arrived(pending.pending)
         results = compute(rows, routes.offsets)
         if results.shape != rows.shape:
@@ -225,7 +224,11 @@ class SymmetricMemory(Dispatcher):
         return move(results, *slots, self.mailbox.name, back_float8=self.float8)
 
     def check(self, device: torch.device) -> None:
-        """See Dispatcher."""
+        """Wait for the device and read the recorded numbers of rows; a collective.
+
+        Raises:
+            TrainingError: on all ranks, if any rank dropped rows or numbers of rows differed.
+        """
         recorded = self.mailbox.recorded(device)
         most = torch.cat([recorded, recorded.new_zeros(1)]).amax()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -241,15 +244,18 @@ class SymmetricMemory(Dispatcher):
         raise TrainingError(self._explain(of_ranks))
 
     def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Return the error of the first layer that dropped rows, since later layers got its NaN."""
+        """Return the error message about the first layer that dropped rows.
+
+        Layers after it may have recorded numbers that are wrong, since their inputs were NaN.
+        """
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
         rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
         if rows == _UNEVEN // _NUMBERS:
             return (
                 f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of tokens '
-                f"for the experts of {first}; no step was taken. Give all ranks as many tokens, "
-                'padded, or use parallel.dispatcher = "all_to_all"'
+                f"for the experts of {first}; the step was skipped. Pad them to equal numbers, or "
+                'use parallel.dispatcher = "all_to_all"'
             )
         most = rows_at_most(n_rows, self.ep, self.etp, self.capacity)
         needed = min(float(self.ep), math.ceil(rows / (self.etp * n_rows) * 10) / 10)
@@ -257,7 +263,7 @@ class SymmetricMemory(Dispatcher):
             f"parallel.ep_capacity = {self.capacity}: rank {rank} was to receive {rows} tokens "
             f"for its experts of {first}, more than its capacity of {most}; the step was skipped. "
             "Resume from a checkpoint, or start again, with "
-            f"parallel.ep_capacity = {needed} or more, as loads may yet grow ({self.ep} is enough "
+            f"parallel.ep_capacity = {needed} or more, since loads may grow ({self.ep} is enough "
             'for any loads), or with parallel.dispatcher = "all_to_all"'
         )
 
@@ -268,5 +274,5 @@ def _in_order(fqn: str) -> list[tuple[str, int]]:
 
 
 def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:
-    """Return C for ranks with n_rows rows each."""
+    """Return C, the maximum number of rows that a rank can receive, for n_rows rows per rank."""
     return min(ep * etp * n_rows, max(LEAST, math.ceil(capacity * etp * n_rows)))

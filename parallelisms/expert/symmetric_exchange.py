@@ -1,28 +1,28 @@
-"""Exchange rows between the ranks of a host, by operators that can be in compiled graphs.
+"""Exchange rows between the ranks of a host, with operators that can be in compiled graphs.
 
     send_rows   write this rank's rows; then, on a separate stream: barrier, pull the needed rows
     arrived     wait for the pulled rows
-    exchange    both at once, for one row of numbers per rank, which all ranks pull
+    exchange    write one row of numbers per rank, pull the rows of all ranks, and wait
 
-The backward of `arrived` sends the gradients, that of `send_rows` waits for them. Computation
-between the two overlaps with the transfer, in forward and backward. Results depend only on the
-arguments, so that recomputation may repeat the operators anywhere, and a compiler may treat them as
-pure functions. Shapes are static.
+The backward of `arrived` sends the gradients, and the backward of `send_rows` waits for them.
+Computation between the two calls overlaps with the transfer, in forward and backward. Results
+depend only on the arguments, so that recomputation may repeat the operators anywhere, and a
+compiler may treat them as pure functions. Shapes are static.
 
-Pending rows are represented by a placeholder, a tensor of their shape without memory, and the wait
-is an operator from the placeholder to the rows. So a compiler neither reads rows too early nor
-reuses their memory. A placeholder can be waited for only once: recomputation must save the results
-of both operators or repeat both (MOVES in `parallelisms/recompute.py`).
+A placeholder, a tensor of the rows' shape without memory, represents pending rows. The wait is an
+operator from the placeholder to the rows. So a compiler neither reads rows too early nor reuses
+their memory. A placeholder can be waited for only once: recomputation must save the results of both
+operators or repeat both (MOVES in `parallelisms/recompute.py`).
 
 Order: calls have barriers, so all ranks of a group must make the same calls in the same order. They
 run the same model, and the compiler schedules equal graphs equally on all ranks, even if a backward
-has two independent calls, of a gradient and of a recomputation. To keep graphs equal, the rank is a
-tensor, not a constant, in them (except for the position of a sharded expert's bias, which does not
+has two independent calls, for a gradient and for a recomputation. To keep graphs equal, the rank is
+a tensor in them, not a constant (except for the position of a sharded expert's bias, which does not
 affect the order).
 
 Calls alternate between two halves of the memory, and no rank writes before its previous pull is
-done. So a rank that writes to a half has passed the barrier of the previous call, and all ranks
-reach that barrier after their pulls of the call before it, the last pulls from this half. This
+done. So a rank that writes to a half has passed the barrier of the previous call. All ranks reach
+that barrier after their pulls of the call before it, which were the last pulls from this half. This
 holds for any sequence of calls, since each call has one write, one barrier and one pull on all
 ranks. Before the memory grows, the device and all ranks are synchronized.
 
@@ -43,8 +43,8 @@ from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_
 from dtron.parallelisms.expert.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-"""Options of torch.compile for inductor graphs with these operators: they keep computation between
-`send_rows` and `arrived` there, in forward and backward. All blocks of such a model get them."""
+"""Options of torch.compile for inductor graphs with these operators: computation that is between
+`send_rows` and `arrived` stays there. All blocks of such a model get the options."""
 
 
 _NUMBERS = itertools.count()
@@ -56,12 +56,12 @@ its creator or a pending backward references it; names are not reused."""
 class Mailbox:
     """Shared memory through which the ranks of a group exchange rows, for all layers of a model.
 
-    Each model creates one, on all ranks of the group, and keeps it as long as it calls the
-    operators. Models do not share one: growing its memory is a collective, and ranks would disagree
-    on when to grow if the garbage collector freed an earlier model on some ranks only.
+    Each model creates one mailbox, on all ranks of the group, and keeps it as long as it calls the
+    operators. Models do not share a mailbox: growing its memory is a collective, and ranks would
+    disagree on when to grow if the garbage collector freed an earlier model on some ranks only.
 
     Attributes:
-        name: operators find it by name; it is equal on all ranks, which create equally many.
+        name: operators find the mailbox by its name, which is equal on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -75,14 +75,14 @@ class Mailbox:
         self._recorded = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
         self._pull: _PendingPull | None = None
-        """The last pull."""
+        """The latest pull."""
 
     def start_pull(
         self, rows: Tensor, slots: Tensor, parts: int, float8: bool = False
     ) -> "_PendingPull":
-        """Write rows (N, D), in float8 if `float8`, and issue the pull of rows; see `send_rows`."""
+        """Write rows (R, D), in float8 if `float8`, and issue the pull of rows; see `send_rows`."""
         if self._pull is not None:
-            self._pull.wait()  # the current stream nearly always has to wait for it anyway
+            self._pull.wait()  # the current stream nearly always has to wait for this pull anyway
         (n_rows, width), size = rows.shape, rows.element_size()
         row = wire_bytes(width) if float8 else width * size
         half = max(n_rows * row, len(slots) * width * size)  # the next call sends results back
@@ -102,7 +102,7 @@ class Mailbox:
     def _pull_on_stream(self, order: "_PullArguments") -> "_PendingPull":
         """Issue the barrier and the pull on a separate stream."""
         memory, at, n_rows, _, slots, parts, float8, out = order
-        if self._stream is None:  # high priority, so that its few blocks do not queue
+        if self._stream is None:  # high priority, so that its few thread blocks do not queue
             self._stream = torch.cuda.Stream(out.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -113,7 +113,7 @@ class Mailbox:
         return _PendingPull(out, done.wait, slots)
 
     def _pull_on_wait(self, order: "_PullArguments") -> "_PendingPull":
-        """On CPUs, which have no streams: do barrier and pull in `wait`."""
+        """Defer barrier and pull to `wait`, on CPUs, which have no streams."""
         memory, at, n_rows, row, slots, parts, float8, out = order
 
         def pull() -> None:
@@ -130,11 +130,15 @@ class Mailbox:
         return _PendingPull(out, pull, slots)
 
     def record(self, layer: Tensor, number: Tensor) -> None:
-        """Record the maximum of a layer's numbers; both int64 (1,), on the device."""
+        """Record `number` for a layer if it exceeds the number recorded so far.
+
+        Args:
+            layer, number: int64 (1,), on the device.
+        """
         self._recorded = self.recorded(number.device).scatter_reduce(0, layer, number, "amax")
 
     def recorded(self, device: torch.device) -> Tensor:
-        """Return the recorded maximum of each layer, int64 (layers,), initially 0."""
+        """Return the largest number recorded for each layer, int64 (layers,); 0: none so far."""
         if missing := self.layers - len(self._recorded):
             self._recorded = torch.cat([self._recorded, self._recorded.new_zeros(missing)])
         self._recorded = self._recorded.to(device)
@@ -142,7 +146,7 @@ class Mailbox:
 
 
 class _PullArguments(NamedTuple):
-    """Arguments of a pull."""
+    """Memory to pull rows from, the slots to pull, and the output."""
 
     memory: PeerMemory
     at: int
@@ -163,8 +167,8 @@ class _PendingPull:
 
     Args:
         out: (N, D), the pulled rows.
-        finish: makes the current stream, not the host, wait for the pull; on CPUs, does the pull.
-        held: other tensors to keep alive.
+        finish: makes the current stream, not the host, wait for the pull; on CPUs, runs the pull.
+        held: tensors that the pull reads, kept alive until the pull is done.
     """
 
     def __init__(self, out: Tensor, finish: Callable[[], Any], *held: Tensor) -> None:
@@ -196,7 +200,7 @@ def _placeholder(pull: _PendingPull, rows: Tensor, n_rows: int) -> Tensor:
 
 @torch.library.custom_op("dtron::peers_exchange", mutates_args=())
 def exchange(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
-    """Gather every rank's numbers.
+    """All-gather numbers of all ranks.
 
     Args:
         numbers: int32 (E,).
@@ -216,8 +220,8 @@ def _(numbers: Tensor, senders: Tensor, mailbox: str) -> Tensor:
 class PendingRows(NamedTuple):
     """Pending rows for one call of `arrived`, and the routes of their gradients.
 
-    Between the two backwards the gradients are pending: no hook may read them, nor
-    torch.autograd.detect_anomaly.
+    Between the two backwards the gradients are pending: neither hooks nor
+    torch.autograd.detect_anomaly may read them.
     """
 
     rows: Tensor
@@ -244,19 +248,19 @@ def send_rows(
     float8: bool = False,
     back_float8: bool = False,
 ) -> PendingRows:
-    """Write this rank's rows, and issue the pull of rows of all ranks; gradients are sent back.
+    """Write this rank's rows, and issue the pull of rows from all ranks; gradients are sent back.
 
     Args:
         rows: (R, D).
-        slots: int64 (N,), slots of the rows to pull, as in `dtron/kernels/peer_gather.py`.
+        slots: int64 (N,), slots of the rows to pull (see `dtron/kernels/peer_gather.py`).
         parts: number of neighbouring ranks whose partial rows the pull sums.
         back: int64 (R,), slot of each row's gradient among all ranks' gradients.
         back_parts: number of neighbouring ranks whose partial gradients are summed.
         mailbox: name of the mailbox.
-        layer, number: int64 (1,), for `Mailbox.record`; hidden from the compiler, which would copy
-            tensors that it sees modified.
+        layer, number: int64 (1,), for `Mailbox.record`, which the operator calls: the compiler must
+            not see that recorded numbers are modified, since it would copy them.
         float8, back_float8: write rows, or gradients, in float8 (`dtron/kernels/float8_rows.py`);
-            the pull casts them back. Not if neighbouring ranks are summed.
+            the pull casts them back. Only if parts, or back_parts, is 1.
     """
     rows, ticket = _move(rows, slots, parts, mailbox, layer, number, float8)
     return PendingRows(rows, ticket, back, back_parts, mailbox, back_float8)

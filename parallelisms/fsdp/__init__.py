@@ -1,1 +1,1 @@
-"""Data parallelism: FSDP2, custom collectives for it, and its private attributes."""
+"""Data parallelism: FSDP2 with custom collectives, and all uses of its private attributes."""

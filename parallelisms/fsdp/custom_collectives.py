@@ -6,12 +6,13 @@ Reduce-scatter by all-to-all: gradients are sent in the compute dtype and summed
     rank 1   g10 g11 g12 g13     --->     g01 g11 g21 g31   -> sum of shard 1
     ...                        bfloat16                        float32
 
-NCCL's reduce-scatter sums in the dtype that it sends, so that float32 sums of bfloat16 gradients
-send twice the bytes. Here each rank sends every shard's gradients in bfloat16 and sums the received
-ones in float32: the same sums from half of the bytes.
+NCCL's reduce-scatter sums in the dtype that it sends, so float32 sums need twice the bytes of
+bfloat16. Here each rank sends the gradients of each shard in bfloat16 to the shard's owner, which
+sums them in float32: the same sums with half of the bytes.
 
-Gradients must not be sums over micro-batches, which would lose precision in bfloat16. Those of
-norms, which torch passes in float32 since 2.15, are rounded before they are sent.
+Use it only if gradients are reduced in each micro-batch: sums over micro-batches would lose
+precision in bfloat16. Gradients of norms, which FSDP passes in float32 since torch 2.15, are
+rounded to bfloat16 before they are sent.
 
 All-gather and all-to-all can run on copy engines (`peer_memory.py`).
 """
@@ -36,7 +37,7 @@ class CopiedAllGather:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate the output, by torch's allocator."""
+        """Allocate the output, with torch's allocator."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -51,7 +52,7 @@ class CopiedAllGather:
 
 
 class AllToAllSum:
-    """Reduce-scatter by all-to-all, for `FSDPModule.set_custom_reduce_scatter`; one per module.
+    """Reduce-scatter by all-to-all, for `FSDPModule.set_custom_reduce_scatter`; one per FSDP unit.
 
     Args:
         dtype: dtype in which gradients are sent.
@@ -66,9 +67,9 @@ class AllToAllSum:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate the input and the output, in alternate calls of FSDP.
+        """Allocate the collective's input, or its output: FSDP calls this first for the input.
 
-        FSDP passes the dtype of sums for both; the input gets the dtype of gradients.
+        In both calls, `dtype` is the dtype of the output. The input gets `self.dtype` instead.
         """
         self._allocates_input = not self._allocates_input
         if self._allocates_input and self._engine is not None:

@@ -1,9 +1,9 @@
 """Data parallelism: FSDP2 over dp_shard (x cp), all-reduce over dp_replicate, ZeRO 1 to 3.
 
-Each unit (a block, the embedding, norm + head) is one FSDP parameter group: gathered before its
-forward and backward, its gradients reduce-scattered after its backward. The ZeRO stages differ only
-in what is unsharded during a step and in when gradients are reduced (N parameters, d ranks,
-bfloat16 compute):
+Each FSDP unit (a block, the embedding, norm + head) is one parameter group: FSDP gathers it before
+its forward and backward, and reduce-scatters its gradients after its backward. The ZeRO stages
+differ only in what is unsharded during a step and in when gradients are reduced (N parameters, d
+ranks, bfloat16 compute):
 
     zero  sharded                    unsharded during a step    reduce under accumulation
     3     weights, moments, grads    one unit's weights, grads  every micro-batch (default)
@@ -14,8 +14,8 @@ The shards are the fp32 master weights (4N/d bytes); gathering casts them to the
 Gradients are *summed*: the loss is already divided by the global number of tokens, so FSDP's
 division is turned off here.
 
-Parameters of which each rank has all (one GPU, only tp or pp, experts on one rank) are FSDP units
-too, for the casts, but their gradients are not reduced (`torch_internals.bypass_reduction`).
+Parameters that FSDP does not shard (one GPU, only tp or pp, experts on one rank) are in FSDP units
+too, for the dtype casts, but their gradients are not reduced (`torch_internals.bypass_reduction`).
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
@@ -44,17 +44,20 @@ class Policy:
     """When FSDP frees parameters and reduces gradients, resolved from the [parallel] section."""
 
     reshard_after_forward: bool
+    """Free parameters after each forward."""
     keep_gathered: bool
+    """Keep parameters gathered until the last backward of the step."""
     reduce_each_micro_batch: bool
+    """Reduce gradients in each micro-batch instead of once per step."""
 
     @classmethod
     def of(cls, parallel: Parallel, mesh: Mesh) -> "Policy":
-        """Resolve `zero` and `reduce` on this mesh."""
+        """Return the policy that `parallel.zero` and `parallel.reduce` define on this mesh."""
         return cls.resolve(parallel, mesh.size(*FSDP_AXES) > 1)
 
     @classmethod
     def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
-        """Resolve `zero` and `reduce`; parameters that are not sharded are never freed."""
+        """Return the policy of `zero` and `reduce`; unsharded parameters are never freed."""
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,
@@ -76,12 +79,12 @@ def shard(
 
     Args:
         groups: modules of each FSDP unit, in the order of their forward.
-        dtype: compute dtype of gathered parameters; sharded ones keep their dtype.
+        dtype: compute dtype of gathered parameters; sharded parameters keep their dtype.
         by_columns: parameters to shard along dim 1 instead of dim 0.
         keep_last: do not free the last unit after its forward, since its backward follows directly;
             false for pipeline stages.
         experts: modules that are sharded over edp_shard; they are gathered with the module of a
-            group that contains them, or with the root.
+            group that contains them, otherwise with the root.
     """
     policy = Policy.of(parallel, mesh)
     stored = next((p.dtype for p in model.parameters()), dtype)  # a stage may have no parameters
@@ -106,7 +109,7 @@ def shard(
             _shard_experts(module, block, mesh, reshard, precision)
         if not getattr(group[0], "in_training_alone", False):
             order.append([group[0], *(module for module, _ in inside)])
-        else:  # prefetched in a forward that skips it, it would be stale in the next one
+        else:  # a forward that skips a prefetched unit would leave stale weights for the next one
             not_prefetched.append([group[0], *(module for module, _ in inside)])
         fully_shard(
             modules,  # type: ignore[arg-type]
@@ -142,10 +145,10 @@ def _shard_experts(
     reshard: bool,
     precision: MixedPrecisionPolicy,
 ) -> None:
-    """Shard experts over edp_shard; they are gathered and freed with their block.
+    """Shard experts over edp_shard; the forward of their block gathers and frees them.
 
-    Not by their own forward, since the block may be compiled or recompute selectively, and neither
-    can contain the communication of parameters.
+    The experts' own forward cannot: it may run inside a compiled or selectively recomputed block,
+    which cannot contain FSDP's communication.
     """
     ranks = mesh.expert_degrees["edp_shard"]
     with forward_hooks_on(block, module):
@@ -168,7 +171,7 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
 def _communicate(
     modules: Sequence[FSDPModule], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype
 ) -> None:
-    """Set the collectives of units that are sharded over the mesh's last dimension."""
+    """Set the collectives of FSDP units that are sharded over the mesh's last dim."""
     for module in modules:
         if mesh.size() == 1:
             bypass_reduction(module)
@@ -181,7 +184,8 @@ def _communicate(
         for module in modules:
             module.set_custom_all_gather(CopiedAllGather(engine))  # type: ignore[arg-type]
     if parallel.reduce_by == "all_to_all":
-        engine = _engine(mesh) if parallel.copy_engines else None  # all-gathers overlap reductions
+        # A second engine, since all-gathers and reduce-scatters overlap.
+        engine = _engine(mesh) if parallel.copy_engines else None
         for module in modules:
             module.set_custom_reduce_scatter(AllToAllSum(dtype, engine))  # type: ignore[arg-type]
 
@@ -200,10 +204,10 @@ def _sum_gradients(module: FSDPModule) -> None:
 
 
 def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
-    """Prefetch the next `depth` units while one computes, in forward and backward.
+    """Prefetch the next `depth` FSDP units while one computes, in forward and backward.
 
     Args:
-        order: units in the order of the forward, each followed by those gathered with it.
+        order: FSDP units in the order of the forward, each followed by the units gathered with it.
     """
     for i, (module, *others) in enumerate(order):
         assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
@@ -221,8 +225,8 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
     """Set what the next backward does: reduce or accumulate gradients, free or keep parameters.
 
     With replicas, gradients are reduce-scattered according to the policy, but all-reduced over
-    dp_replicate only in the last micro-batch. (Pipeline stages whose backward is split use
-    `torch_internals.reduce_gradients` instead.)
+    dp_replicate only in the last micro-batch. (Pipeline stages that split the backward into I and W
+    use `torch_internals.reduce_gradients` instead.)
     """
     model.set_requires_gradient_sync(last or policy.reduce_each_micro_batch)
     model.set_requires_all_reduce(last)

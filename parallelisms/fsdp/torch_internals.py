@@ -1,10 +1,10 @@
 """All uses of FSDP2's internals, that is, of `fully_shard` beyond its public methods.
 
-    forward_hooks_on        gather and free a unit with another module's forward
+    forward_hooks_on        gather and free an FSDP unit in another module's forward
     accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
-    reduce_gradients        run the reduction at the end of a backward, for a pipeline schedule
+    reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
     bypass_reduction        skip the reduction for parameters that are not sharded
-    sharded_tensor          the object that a float8 all-gather attaches its hooks to
+    sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
 
 torch 2.11 and 2.13 keep the sum over micro-batches in a separate attribute, in the dtype of
@@ -38,7 +38,7 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's parameter groups of all units in a module, in the order of modules."""
+    """Return the FSDP parameter groups of all FSDP units in a module, in the order of modules."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     groups = [_state(unit)._fsdp_param_group for unit in units]
     return list(dict.fromkeys(group for group in groups if group is not None))
@@ -46,7 +46,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def forward_hooks_on(block: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Context in which `fully_shard(module)` registers its forward hooks on `block` instead.
+    """Context manager: inside it, `fully_shard(module)` registers its forward hooks on `block`.
 
     `module` is then gathered before the block's forward and freed after it, like the block itself.
     """
@@ -63,9 +63,9 @@ def forward_hooks_on(block: nn.Module, module: nn.Module) -> Iterator[None]:
 def accumulate_gradients(module: nn.Module) -> None:
     """Add gradients in `.grad` to FSDP's sums over micro-batches, in the dtype of reduction.
 
-    A backward without reduction does this at its end. Deferred weight gradients come after that and
-    would otherwise be summed in the compute dtype, so call it after each W. Parameters of no FSDP
-    unit keep their `.grad`. A second call has no effect.
+    Call it after each W, the action that computes deferred weight gradients: otherwise these would
+    be summed in the compute dtype. A plain backward without reduction does the same at its end.
+    Parameters outside of FSDP units keep their `.grad`. A second call has no effect.
     """
     for group in parameter_groups(module):
         for parameter in group.fsdp_params:
@@ -79,7 +79,7 @@ def _is_unsharded(parameter: Any) -> bool:
 
 
 def _sums_are_separate(parameter: Any) -> bool:
-    """Whether torch is older than 2.15; see the module's docstring."""
+    """Whether FSDP keeps sums over micro-batches in a separate attribute: torch before 2.15."""
     return hasattr(type(parameter), "unsharded_accumulated_grad_data")
 
 
@@ -102,12 +102,12 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
     Earlier backwards must have run with `set_requires_gradient_sync(False)` and
     `set_is_last_backward(False)`.
 
-    With replicas, each reduction includes the all-reduce, so that one per step is cheaper. FSDP
-    could defer it to the last reduction, but would then add packed buffers, which differ in shape
-    if one reduction has gradients of norms and weights and the next one of weights only.
+    With replicas, each reduction includes the all-reduce over dp_replicate, so one reduction per
+    step is cheaper. (FSDP could defer the all-reduce to the last reduction. But it would then add
+    packed buffers, whose shapes differ if only the first reduction has gradients of norms.)
 
     Args:
-        module: the root unit, after its first forward.
+        module: the root FSDP unit, after its first forward.
         last: whether this is the step's last micro-batch, after which parameters are freed.
     Raises:
         ValueError: the module is not the root of its FSDP units.
@@ -125,12 +125,12 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
 
 
 def bypass_reduction(unit: FSDPModule) -> None:
-    """Set a unit's `.grad` without FSDP's reduction.
+    """Make an FSDP unit set `.grad` without a reduction, for parameters that are not sharded.
 
-    For parameters that are not sharded, whose gradients are already the sums. FSDP would pack them
-    into one buffer and copy that to another one, allocated on a separate stream. Packing takes host
-    time proportional to the bytes (8 ms for 277M gradients, in chunk_cat), and memory allocated on
-    one stream cannot be reused by another. Without packing, each gradient costs one cast kernel.
+    Their gradients are already the sums. FSDP would pack them into one buffer and copy this buffer
+    to a second one, allocated on a separate stream. Packing takes host time proportional to the
+    bytes (8 ms for 277M gradients, in chunk_cat), and one stream cannot reuse the memory of
+    another. Without packing, each gradient costs one cast kernel.
 
     FSDP's hooks and factors of reductions (`set_all_reduce_hook`, `set_gradient_divide_factor`)
     have no effect on such units.
@@ -141,12 +141,12 @@ def bypass_reduction(unit: FSDPModule) -> None:
 
 
 def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> None:
-    """Call FSDP's `post_backward`, but replace its reduction.
+    """Call FSDP's `post_backward` without its reduction, then set `.grad`.
 
-    The rest of it accumulates micro-batches and frees parameters.
+    `post_backward` then only adds to the sum over micro-batches and frees parameters.
     """
     if not all(map(_is_unsharded, group.fsdp_params)):
-        return  # the unit has had no forward yet
+        return  # the FSDP unit has had no forward yet
     reduces, group.reduce_grads = group.reduce_grads, False
     try:
         post_backward()
@@ -159,7 +159,7 @@ def _post_backward(group: Any, post_backward: Callable[[], None], *_: Any) -> No
 
 @torch.no_grad()
 def _set_sharded_grad(parameter: Any) -> None:
-    """Add the gradient of the unsharded parameter to the `.grad` of the sharded one."""
+    """Add the gradient of the unsharded parameter to the `.grad` of the sharded parameter."""
     grad = _take_gradient(parameter)
     if grad is None:
         return
@@ -196,9 +196,9 @@ def sharded_tensor(parameter: DTensor) -> Tensor:
 
 
 def gathered_buffers(groups: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the flat tensors of which the gathered parameters of these groups are views.
+    """Yield the flat tensors that hold the gathered parameters of FSDP groups.
 
-    Freed ones have a storage of size zero.
+    The storage of a freed tensor has size zero.
     """
     for group in groups:
         for parameter in group.fsdp_params:

@@ -1,4 +1,4 @@
-"""Interface to run a step's micro-batches, and gradient accumulation without a pipeline.
+"""Interface that runs a step's micro-batches, and gradient accumulation without a pipeline.
 
 `Accumulation` and `Pipeline` (`executor.py`) have the same methods, so that a training loop works
 with both.
@@ -45,11 +45,11 @@ class Accumulation:
         self.model, self.policy, self.device = model, policy, device
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-        """See `Execution.train`."""
+        """Run forward and backward of all micro-batches; return the sum of losses, a scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (x, others) in enumerate(micro_batches):
             begin_micro_batch(self.model, self.policy, last=i == len(micro_batches) - 1)
-            # The output, the largest activation, gets no name, so that the backward can free it.
+            # No variable holds the output, the largest activation, so that the backward frees it.
             value = loss(self.model(x, **others), i)
             value.backward()
             total = total + value.detach()
@@ -59,6 +59,6 @@ class Accumulation:
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], consume: Callable[[Tensor, int], None]
     ) -> None:
-        """See `Execution.evaluate`."""
+        """Run all forwards without gradients and pass each output to `consume`."""
         for i, (x, others) in enumerate(micro_batches):
             consume(self.model(x, **others), i)

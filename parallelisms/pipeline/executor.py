@@ -4,17 +4,18 @@ The schedule is data (`schedules.py`, `lowering.py`): a list of actions per rank
 by construction. `Pipeline` loops over that list and calls one method per action:
 
     F     forward of a micro-batch through a stage     SEND_F, RECV_F   hidden states
-    B     its backward                                 SEND_B, RECV_B   their gradients
-    I, W  its backward for the input, the weights      REDUCE           reduction of gradients
+    B     its whole backward                           SEND_B, RECV_B   gradients of hidden states
+    I     its backward for the input's gradient        REDUCE           reduction of gradients
+    W     its backward for the weights' gradients
 
 Sends and receives are posted without waiting and overlap computation; the action that reads a
 received tensor waits for it. An output is freed once it is sent: the backward needs only its node
-in the graph. Hidden states are plain local tensors; under sequence parallelism they are sharded.
-The dtype and shape of a stage's output are sent to the next stage with the first micro-batch.
+in the graph. Hidden states are plain local tensors, sharded along the sequence under sequence
+parallelism. Before its first output for each shape of tokens, a stage sends dtype and shape.
 
-FSDP: parameters are gathered by the first micro-batch of a step and kept (zero 1, 2), or by each
-forward and backward (zero 3). A B reduces gradients inside the backward, layer by layer; with I and
-W, the REDUCE action reduces them after the last W.
+FSDP: the first micro-batch of a step gathers parameters and keeps them (zero 1, 2), or each forward
+and backward gathers them (zero 3). B reduces gradients inside the backward, layer by layer. In
+stages with deferred weight gradients, REDUCE reduces gradients after the last W or after each W.
 
 Sources: GPipe, arXiv:1811.06965; 1F1B and interleaving, arXiv:2104.04473; zero bubble,
 arXiv:2401.10241.
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from dtron.errors import ConfigError
 from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
 from dtron.parallelisms.fsdp.torch_internals import accumulate_gradients, reduce_gradients
 from dtron.parallelisms.mesh import Mesh
@@ -58,12 +60,12 @@ class Layout:
     order: Callable[[int], Order]
     """Number of micro-batches -> compute actions of each rank."""
     splits_backward: bool
-    """Whether the order has I and W instead of B, for all stages."""
+    """Whether the order has split backwards, I and W; then all stages defer weight gradients."""
     head: tuple[str, ...] = ()
-    """Modules of the last stage whose weight gradients are deferred, if no backward is split."""
+    """Modules of the last stage with deferred weight gradients; unused if `splits_backward`."""
 
     def deferred(self, stage: int, part: nn.Module) -> list[nn.Module]:
-        """Modules of a stage whose weight gradients are deferred."""
+        """Return the modules of a stage whose weight gradients are deferred."""
         if self.splits_backward:
             return [part]
         is_last = stage == len(self.ranks) - 1
@@ -72,23 +74,23 @@ class Layout:
 
 @dataclass
 class _PassState:
-    """State of one execution of the action list."""
+    """Tensors and pending transfers while the actions of one step or evaluation are executed."""
 
     micro_batches: Sequence[MicroBatch]
     consume: Callable[[Tensor, int], Tensor | None]
     train: bool
     total: Tensor
     received: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs of stages, received or from a stage on this rank."""
+    """Inputs of stages, from another rank or from a stage on this rank."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
-    """Gradients of outputs of stages, received or from a stage on this rank."""
+    """Gradients of stage outputs, from another rank or from a stage on this rank."""
     pending: dict[tuple[Kind, Key], dist.Work] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     """Inputs whose gradient is not computed yet."""
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Outputs to send."""
+    """Outputs, and gradients of inputs, to send to another rank."""
     edges: dict[Key, Tensor | GradientEdge] = field(default_factory=dict)
-    """Root of each backward: the loss, or the graph node of an output."""
+    """Root of each backward: the loss, or the autograd node of an output."""
     shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     weights_due: dict[int, int] = field(default_factory=dict)
@@ -105,7 +107,7 @@ class Pipeline:
         deferred: queues of deferred weight gradients, by stage number.
 
     Attributes:
-        executed: actions of the last step, in order.
+        executed: actions of the previous step, in order.
     """
 
     def __init__(
@@ -137,18 +139,18 @@ class Pipeline:
         }
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-        """See `Execution.train`."""
+        """Run a training step; return the sum of losses, zero on ranks without the last stage."""
         return self._run(micro_batches, loss, train=True)
 
     @torch.no_grad()
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], consume: Callable[[Tensor, int], None]
     ) -> None:
-        """See `Execution.evaluate`."""
+        """Run all forwards without gradients; the last stage passes outputs to `consume`."""
         self._run(micro_batches, consume, train=False)
 
     def actions(self, n_micro_batches: int, train: bool) -> Sequence[Action]:
-        """List this rank's actions in a step, or in an evaluation."""
+        """Return this rank's actions in a training step, or in an evaluation (train=False)."""
         key = (n_micro_batches, train)
         if key not in self._orders:
             ranks, n_ranks = self.layout.ranks, len(self.peers)
@@ -163,11 +165,11 @@ class Pipeline:
         return self._orders[key]
 
     def expect(self, tokens: torch.Size, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Set shape and dtype of the tensors between stages, so that no headers are sent.
+        """Set shape and dtype of the tensors between stages, so that stages do not send them.
 
         Args:
             tokens: shape of a micro-batch's tokens.
-            shape, dtype: of the tensors between stages, for such micro-batches.
+            shape, dtype: of the tensors between stages, for micro-batches of this shape.
         """
         for stage in range(self.last_stage):
             self._shapes[stage, tokens] = (shape, dtype)
@@ -244,7 +246,7 @@ class Pipeline:
         reduce_gradients(self.parts[key[0]], last=state.weights_due[key[0]] == 0)
 
     def _differentiate(self, state: _PassState, key: Key) -> None:
-        """Compute the gradient of a stage's input from that of its output."""
+        """Run autograd from the gradient of a stage's output to the gradient of its input."""
         stage, i = key
         edge = state.edges.pop(key)
         gradient = None
@@ -266,7 +268,7 @@ class Pipeline:
         part.set_is_last_backward(False)
 
     def _count_weight(self, state: _PassState, stage: int) -> bool:
-        """Count a micro-batch's weight gradients as done; return whether it was the last one."""
+        """Count a micro-batch's weight gradients as done; return whether all are done now."""
         state.weights_due[stage] -= 1
         return state.weights_due[stage] == 0
 
@@ -325,7 +327,7 @@ class Pipeline:
         state.pending[kind, key] = self._post(dist.irecv, received[key], peer)
 
     def _post(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
-        # As a batch of one: for a plain isend NCCL would make a communicator per pair, or warn.
+        # As a batch of one: for a plain isend, NCCL would create a communicator per pair, or warn.
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group)])
         return work
 
@@ -339,6 +341,12 @@ class Pipeline:
 
 
 def _header(tensor: Tensor) -> Tensor:
+    if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER - 2:
+        raise ConfigError(
+            f"a stage returns a tensor of {tensor.dim()} dimensions and {tensor.dtype}; between "
+            f"stages, use at most {_HEADER - 2} dimensions and one of "
+            f"{', '.join(map(str, _DTYPES))}"
+        )
     numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     numbers += [0] * (_HEADER - len(numbers))
     return torch.tensor(numbers, dtype=torch.int64, device=tensor.device)

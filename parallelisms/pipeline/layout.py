@@ -1,8 +1,8 @@
 """Assign layers to pipeline stages.
 
-Stages are numbered in the model's order; the schedule defines which rank holds which stage
-(`schedules.stage_ranks`). `split_layers` balances a layout, or the user gives one
-(`parallel.pp_layout`): numbers of layers, or a string in the grammar of Megatron-LM's
+Stages are numbered in the model's order; the schedule defines which rank has which stage
+(`schedules.stage_ranks`). `split_layers` balances layers over stages, unless the user gives
+`parallel.pp_layout`: numbers of layers, module names, or a string in the grammar of Megatron-LM's
 `--pipeline-model-parallel-layout`:
 
     Et*3|(tt|)*29,m|L
@@ -43,7 +43,7 @@ class StageNames:
 
     embedding: tuple[str, ...]
     layer: str
-    """With `{}` for the index of the layer: `blocks.{}`."""
+    """Pattern with `{}` for the index of the layer: `blocks.{}`."""
     head: tuple[str, ...]
     mtp: tuple[str, ...] = ()
     """Modules of multi-token prediction (MTP); they are on the last stage, with the head."""
@@ -54,9 +54,9 @@ class Stage:
     """Content of one stage.
 
     Args:
-        embedding: has the token (and position) embedding; first stage only.
+        embedding: whether it has the token (and position) embedding; true in the first stage.
         layers: indices of its decoder layers; may be empty.
-        head: has final norm and output head; last stage only.
+        head: whether it has final norm and output head; true in the last stage.
         prediction_layers: number of multi-token-prediction layers.
     """
 
@@ -86,13 +86,13 @@ def build_layout(
     head_weight: float,
     n_prediction_layers: int = 0,
 ) -> Layout:
-    """Build the layout that the [parallel] section defines; check it for `n_micro_batches`.
+    """Build the layout that the [parallel] section defines; check its schedule and its stages.
 
     Args:
         parallel: pp, schedule, stages_per_rank, pp_layout and defer_head are used.
         n_micro_batches: micro-batches per step.
-        head_weight: time of norm, head, loss and MTP modules, divided by that of a layer, to
-            balance stages.
+        head_weight: time of norm, head, loss and MTP modules, relative to a layer; it balances the
+            stages.
         n_prediction_layers: number of multi-token-prediction layers of the model.
 
     Raises:
@@ -102,7 +102,7 @@ def build_layout(
     if parallel.schedule.endswith(".csv"):
         v = parallel.stages_per_rank or 1
         placement = _placement_of_csv(Path(parallel.schedule), p)
-        order = functools.partial(_csv_order, Path(parallel.schedule), p, v, placement)
+        order = functools.partial(read_csv, Path(parallel.schedule), p, v, placement=placement)
     else:
         row = schedule_of(parallel.schedule)
         v, placement = parallel.stages_per_rank or row.default_stages, row.placement
@@ -116,18 +116,18 @@ def build_layout(
         split = (
             parse_layout(given, n_layers, p * v, n_prediction_layers)  # type: ignore[arg-type]
             if given
-            else split_layers(n_layers, p * v, 0.0, head_weight, stage_ranks(placement, p, v))
+            else split_layers(n_layers, p * v, head_weight, stage_ranks(placement, p, v))
         )
         if any(stage.prediction_layers for stage in split[:-1]):
             raise ConfigError(
-                f"{KEY} = {given!r} has m in another stage than L, whose norm and head it needs; "
-                "write mL, and | for a stage that has nothing else, as in t||mL"
+                f"{KEY} = {given!r} has m in another stage than L, but MTP layers use the final "
+                "norm and the head; write all m in the last stage, as in Ett|tmL"
             )
         stages = tuple(stage_modules(stage, names) for stage in split)
     ranks = stage_ranks(placement, p, v)
     for rank in range(p):
         if not any(stages[stage] for stage, holder in enumerate(ranks) if holder == rank):
-            raise ConfigError(f"{KEY} = {given!r} leaves pipeline rank {rank} without any module")
+            raise ConfigError(f"{KEY} = {given!r} leaves pipeline rank {rank} empty; add a module")
     splits = any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in actions for action in row)
     if not parallel.defer_head:
         return Layout(stages, ranks, order, splits)
@@ -146,12 +146,8 @@ def _defer_head_in(order: Callable[[int], Order], last_stage: int, limit: int, m
     return defer_head(order(m), last_stage, limit)
 
 
-def _csv_order(path: Path, p: int, v: int, placement: Placement, m: int) -> Order:
-    return read_csv(path, p, v, m, placement)
-
-
 def _placement_of_csv(path: Path, p: int) -> Placement:
-    """Infer the placement from the first row: "v" has the last of 2p stages on the first rank."""
+    """Infer the placement from the row of rank 0: "v" if rank 0 has the last of 2p stages."""
     try:
         first = read_text(path, TEXT_BYTES).split("\n", 1)[0]
     except (OSError, ValueError) as error:
@@ -163,29 +159,27 @@ def _placement_of_csv(path: Path, p: int) -> Placement:
 def split_layers(
     n_layers: int,
     n_stages: int,
-    embedding_weight: float = 0.0,
     head_weight: float = 1.0,
     ranks: Sequence[int] | None = None,
 ) -> list[Stage]:
     """Balance layers, first over ranks and then over the stages of each rank.
 
-    Weights are times in units of a layer. By default the embedding, a lookup, has weight 0, and the
-    head 1: its matrix has vocabulary * width weights, a layer about 12 width² and attention; for
-    Llama 3 8B at 8192 tokens it is 2.1.
+    A weight is a time relative to one layer; the embedding, a lookup, has weight 0. The head of
+    Llama 3 8B at 8192 tokens has weight 2.1: a head has vocabulary * width parameters, a layer
+    about 12 width² and attention.
 
-    If stages cannot be equal, later ones get the additional layers, since earlier ranks hold the
-    activations of more micro-batches (p - r under 1F1B).
+    If stages cannot be equal, later stages get the additional layers, since earlier ranks hold the
+    activations of more micro-batches (rank r of p holds p - r under 1F1B).
 
     Args:
         n_layers: number of decoder layers of the model.
         n_stages: number of stages, parallel.pp * parallel.stages_per_rank.
-        embedding_weight: time of the embedding.
         head_weight: time of the final norm, the head and the loss.
         ranks: the rank of each stage; None: one stage per rank.
 
     Returns:
-        The stages. Only the first and the last can have no layers: if embedding or head take as
-        long as another stage, or if the model has fewer layers than stages.
+        The stages. Only the first and the last stage can have no layers: if the head takes as long
+        as another stage, or if the model has fewer layers than stages.
 
     Raises:
         ConfigError: more stages than layers plus 2 (embedding and head), or a negative weight.
@@ -195,15 +189,11 @@ def split_layers(
             f"parallel.pp x parallel.stages_per_rank = {n_stages} stages, but a model of "
             f"{n_layers} layers fills 1 to {n_layers + 2} (each layer, the embedding, the head)"
         )
-    if embedding_weight < 0 or head_weight < 0:
-        raise ConfigError(
-            f"the embedding weighs {embedding_weight} layers and the head {head_weight}; "
-            "use 0 or more"
-        )
+    if head_weight < 0:
+        raise ConfigError(f"head_weight = {head_weight}: a time cannot be negative; use 0 or more")
     # A stage in the middle has at least one layer: an empty one would only forward activations.
     counts = [int(0 < stage < n_stages - 1) for stage in range(n_stages)]
     loads = [float(count) for count in counts]
-    loads[0] += embedding_weight
     loads[-1] += head_weight
     ranks = range(n_stages) if ranks is None else ranks
     rank_loads = dict.fromkeys(ranks, 0.0)
@@ -226,14 +216,15 @@ def parse_layout(
     """Parse a user's layout: layers per stage, `[5, 6, 6, 5]`, or a string, `Ett|tt|ttL`.
 
     Args:
-        layout: numbers of layers, or a string in the grammar above. Stages may be empty.
+        layout: numbers of layers, or a string; the module's docstring has the grammar. Stages may
+            be empty.
         n_layers: number of decoder layers of the model.
         n_stages: number of stages, parallel.pp * parallel.stages_per_rank.
         n_prediction_layers: number of multi-token-prediction layers of the model.
 
     Raises:
-        ConfigError: a syntax error, with its position; a wrong number of stages or layers; not
-            exactly one E, first, and one L, last; m before a t, or m in a model without MTP.
+        ConfigError: a syntax error, with its position; a wrong number of stages or layers; E is not
+            once and first, or L not once and last; m before a t, or m in a model without MTP.
     """
     if not isinstance(layout, str):
         return _from_counts(list(layout), n_layers, n_stages)
@@ -265,7 +256,7 @@ def _from_counts(counts: Sequence[int], n_layers: int, n_stages: int) -> list[St
     for i, count in enumerate(counts):
         if type(count) is not int or count < 0:
             raise ConfigError(
-                f"{KEY} = {counts}: stage {i} has {count!r} layers; give a whole number, 0 or more"
+                f"{KEY} = {counts}: stage {i} has {count!r} layers; give a whole number, at least 0"
             )
     _check_number(counts, "stages", len(counts), n_stages)
     _check_number(counts, "layers", sum(counts), n_layers)
@@ -281,7 +272,7 @@ _MAX_DEPTH = 50
 
 
 class _LayoutParser:
-    """Parser of a layout string, from left to right: items = (unit ["*" number])*.
+    """Parser of a layout string: items = ((letter | "|" | "(" items ")") ["*" number])*.
 
     Args:
         text: the layout string.
@@ -294,10 +285,10 @@ class _LayoutParser:
         self.at = self._open = 0
 
     def read(self) -> list[Item]:
-        """Parse the whole string; repetitions are expanded."""
+        """Parse the whole string and expand repetitions."""
         items = self._items()
         if self.at < len(self.text):
-            raise _error(self.text, self.at, "this ) closes nothing")
+            raise _error(self.text, self.at, "unmatched )")
         return items
 
     def _items(self) -> list[Item]:
@@ -306,12 +297,12 @@ class _LayoutParser:
             unit = self._group() if letter == "(" else self._letter(letter)
             times = self._times()
             if len(items) + len(unit) * times > _MAX_ITEMS:
-                raise _error(self.text, self.at - 1, f"this makes more than {_MAX_ITEMS} items")
+                raise _error(self.text, self.at - 1, f"more than {_MAX_ITEMS} items; repeat fewer")
             items += unit * times
         return items
 
     def _peek(self) -> str:
-        """Skip ignored characters; return the next one, or an empty string at the end."""
+        """Skip ignored characters; return the next character, or an empty string at the end."""
         while self.text[self.at : self.at + 1] in (",", " ", "\n", "\t"):
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -319,7 +310,7 @@ class _LayoutParser:
     def _letter(self, letter: str) -> list[Item]:
         if letter not in LETTERS and letter != "|":
             known = ", ".join(f"{name} ({meaning})" for name, meaning in LETTERS.items())
-            raise _error(self.text, self.at, f"{letter!r} is none of {known}, | ( ) *")
+            raise _error(self.text, self.at, f"{letter!r} is unknown; use {known}, | ( ) *")
         self.at += 1
         return [(letter, self.at - 1)]
 
@@ -328,10 +319,10 @@ class _LayoutParser:
         self.at += 1
         self._open += 1
         if self._open > _MAX_DEPTH:
-            raise _error(self.text, start, f"more than {_MAX_DEPTH} groups inside each other")
+            raise _error(self.text, start, f"more than {_MAX_DEPTH} nested groups; use fewer")
         items = self._items()
         if self._peek() != ")":
-            raise _error(self.text, start, "this ( is not closed")
+            raise _error(self.text, start, "this ( is not closed; add a )")
         self.at += 1
         self._open -= 1
         return items
@@ -350,8 +341,8 @@ class _LayoutParser:
             raise _error(
                 self.text,
                 start,
-                f"* is followed by {shorten(number) or 'no number'}; 1 to {self.most} can fit this "
-                "model",
+                f"* is followed by {shorten(number) or 'no number'}; use a number from 1 to "
+                f"{self.most}",
             )
         return int(number)
 
@@ -368,17 +359,17 @@ def _check_number(layout: str | Sequence[int], what: str, found: int, right: int
 
 
 def _check_once(layout: str, items: list[Item], letter: str, place: int, word: str) -> None:
-    """Check that a letter, E or L, occurs once and at its place."""
+    """Check that a letter, E or L, occurs once, at index `place` of the items."""
     positions = [i for i, (found, _) in enumerate(items) if found == letter]
     if not positions:
         raise ConfigError(
-            f"{KEY} = {layout!r} has no {letter} ({LETTERS[letter]}); it comes {word}"
+            f"{KEY} = {layout!r} has no {letter} ({LETTERS[letter]}); write it {word}"
         )
     if wrong := [i for i in positions if i != place]:
         raise _error(
             layout,
             items[wrong[0]][1],
-            f"{letter} ({LETTERS[letter]}) comes once, and {word} of all",
+            f"{letter} ({LETTERS[letter]}) must occur once, as the {word} letter",
         )
 
 
@@ -386,12 +377,11 @@ def _check_prediction_layers(layout: str, items: list[Item], right: int) -> None
     """Check that m comes after every t, once per multi-token-prediction layer of the model."""
     found = [i for i, (letter, _) in enumerate(items) if letter == "m"]
     if found and right == 0:
-        raise _error(
-            layout, items[found[0]][1], "m: this model has no multi-token-prediction layers"
-        )
+        rule = "m: this model has no multi-token-prediction layers; leave m out"
+        raise _error(layout, items[found[0]][1], rule)
     _check_number(layout, "multi-token-prediction layers (m)", len(found), right)
     late = [
         at for i, (letter, at) in enumerate(items) if letter == "t" and i > min(found, default=i)
     ]
     if late:
-        raise _error(layout, late[0], "this t comes after an m; m comes after every t")
+        raise _error(layout, late[0], "this t comes after an m; write m after every t")

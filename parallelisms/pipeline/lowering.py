@@ -5,14 +5,14 @@ order:
 
     order_of(...) -> (defer_head) -> add_communication -> add_reductions
 
-**Why it cannot deadlock.** `add_communication` simulates the order and writes a single list of the
-actions of all ranks: for each point in time the actions that end, then the transfers of their
-results, one after another. An action's inputs always come before it in this list. Each rank
-executes its entries in this order. So even if every send waits for its receive and nothing
-overlaps, the first entry that is not done can always be executed.
+**Why it cannot deadlock.** `add_communication` simulates the order and writes one list of the
+actions of all ranks: for each point in time, the compute actions that end, then the transfers of
+their results, one after another. The inputs of an action precede it in this list. Each rank
+executes its actions in the order of the list. So even if every send waits for its receive and
+nothing overlaps, the first action that is not done can always be executed.
 
-**Why it overlaps.** A receive is placed when its data is produced, during an earlier computation of
-the receiving rank: posted without waiting, it completes during that computation.
+**Why it overlaps.** A receive is placed at the time when its data is produced, while the receiving
+rank computes an earlier action. Posted without waiting, it completes during that computation.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ from dtron.parallelisms.pipeline.schedule_ops import (
 def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
     """Insert a SEND and a RECV for every result that another rank needs.
 
-    Consecutive stages of one rank (those in the middle of a V) need no communication.
+    Consecutive stages on one rank (the middle of placement "v") need no communication.
 
     Args:
         order: compute actions of every rank, as accepted by `check`.
@@ -60,9 +60,10 @@ def add_communication(order: Order, ranks_of_stage: Sequence[int]) -> Order:
 def defer_head(order: Order, last_stage: int, limit: int) -> Order:
     """Defer the head's weight gradients of the last micro-batches to the end of the step.
 
-    These backwards of the last stage become I, which computes all but the head's weight gradient;
-    the W follow after all other actions of that rank. Earlier stages get their gradients earlier,
-    and the rank computes the W while it would otherwise be idle.
+    In the last stage, the backward of these micro-batches is split into I, which computes all
+    gradients but the head's weight gradient, and W, which comes after all other actions of the
+    rank. Earlier stages get their gradients earlier, and the rank computes W while it would
+    otherwise be idle.
 
     Args:
         order: compute actions of every rank.
@@ -84,10 +85,11 @@ def _defer_in_row(row: Sequence[Action], stage: int, limit: int) -> tuple[Action
 def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int]) -> Order:
     """Insert reductions of a stage's gradients over its data-parallel ranks.
 
-    A reduction follows the stage's last weight gradient of the step (`0REDUCE_GRAD`), so that it
-    overlaps the rank's remaining computation, or every weight gradient (`0REDUCE_GRAD3`). It comes
-    after the communication that directly follows, for which another rank waits. All ranks of a
-    reduction have the same list, so the order stays free of deadlocks.
+    One reduction (`0REDUCE_GRAD`) follows the stage's last weight gradient of the step and overlaps
+    the rank's remaining computation. With `every_micro_batch`, a reduction (`0REDUCE_GRAD3`)
+    follows every weight gradient. Sends and receives that directly follow the weight gradient come
+    first, since other ranks wait for them. The ranks that reduce together have the same list, so
+    the order stays free of deadlocks.
 
     Args:
         order: actions of every rank, with or without communication.
@@ -100,7 +102,7 @@ def add_reductions(order: Order, every_micro_batch: bool, stages: Collection[int
 def _transfer_order(span: Span) -> tuple[int, int]:
     """Sort key of simultaneous transfers: even ranks send first.
 
-    So pairs of neighbours communicate concurrently instead of one after another.
+    This lets pairs of neighbouring ranks communicate concurrently.
     """
     return span.rank % 2, span.rank
 

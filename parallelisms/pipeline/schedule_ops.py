@@ -2,7 +2,7 @@
 
 The model is split into stages 0, 1, ...; a rank has one or more of them. A step is one list of
 actions per rank, in the notation of torch.distributed.pipelining: `2F1` is stage 2's forward of
-micro-batch 1. Nothing here needs a process group; every rank computes the whole order.
+micro-batch 1. No function here needs a process group; every rank computes the lists of all ranks.
 
     F(s, m)         after F(s-1, m)
     B or I (s, m)   after F(s, m) and after B or I (s+1, m)
@@ -48,7 +48,7 @@ COSTS: Mapping[Kind, int] = {
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
-"""Time of an action on one stage: for each matmul of the forward, the backward has two."""
+"""Relative time of an action on one stage: the backward has two matmuls per forward matmul."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class Span:
 
 Result = tuple[int, Kind, int | None]
 """(stage, kind, micro-batch) of a result. Kinds: FORWARD, the output; INPUT, the gradient of the
-input (by B or I); WEIGHT, the gradients of the weights."""
+input, from B or I; WEIGHT, the gradients of the weights."""
 
 
 def result(action: Action) -> Result:
-    """Return the result of an action for which others wait."""
+    """Return the result of a compute action; B has the same result as I."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return action.stage, kind, action.micro_batch
 
@@ -113,13 +113,13 @@ def execute(
     costs: Mapping[Kind, float] = COSTS,
     source: str = "the schedule",
 ) -> list[Span]:
-    """Simulate the compute actions of an order, each as early as possible; return when each ran.
+    """Simulate the compute actions of an order, each as early as possible.
 
     Communication takes no time, and reductions are left out.
 
     Args:
         order: actions of every rank.
-        n_stages: stages of the pipeline.
+        n_stages: number of stages of the pipeline.
         costs: time of each compute kind.
         source: name of the order in errors.
 
@@ -127,7 +127,7 @@ def execute(
         One span per action, rank by rank.
 
     Raises:
-        ConfigError: the order deadlocks; the message lists which ranks wait for which.
+        ConfigError: the order deadlocks; the message lists which rank waits for which action.
     """
     todo = [[action for action in row if action.kind in COMPUTE] for row in order]
     spans: list[list[Span]] = [[] for _ in order]
@@ -167,12 +167,12 @@ def check(
         source: name of the order in errors, such as a file.
 
     Raises:
-        ConfigError: a micro-batch's F, or its B or I and W, is missing or duplicate in a stage; an
+        ConfigError: a stage lacks or repeats a micro-batch's F or its backward (B, or I and W); an
             action is on another rank than its stage; or the order deadlocks.
     """
     n_ranks = max(ranks_of_stage) + 1
     if len(order) != n_ranks:
-        raise ConfigError(f"{source} has {len(order)} rows, but there are {n_ranks} pipeline ranks")
+        raise ConfigError(f"{source} has {len(order)} rows for {n_ranks} ranks; use one per rank")
     for rank, row in enumerate(order):
         for action in row:
             if wrong := misplaced(action, rank, ranks_of_stage, n_micro_batches):
@@ -198,16 +198,16 @@ def misplaced(
 
 
 def _check_complete(count: Counter[Action], stage: int, m: int, source: str) -> None:
-    """Check that there is one F, and either one B or one I and one W."""
+    """Check that stage and micro-batch m have one F, and either one B or one I and one W."""
     forward = Action(stage, Kind.FORWARD, m)
     if count[forward] != 1:
-        raise ConfigError(f"{source} has {forward} {_times(count[forward])}, not once")
+        raise ConfigError(f"{source} has {forward} {_times(count[forward])}; use it once")
     backward = [Action(stage, kind, m) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)]
     if [count[action] for action in backward] not in ([1, 0, 0], [0, 1, 1]):
         found = ", ".join(f"{action} {_times(count[action])}" for action in backward)
         raise ConfigError(
-            f"{source} has {found}; it takes {backward[0]} once, or {backward[1]} and "
-            f"{backward[2]} once each"
+            f"{source} has {found}; use {backward[0]} once, or {backward[1]} and {backward[2]} "
+            "once each"
         )
 
 
@@ -218,7 +218,7 @@ def _times(count: int) -> str:
 def _deadlock_text(
     stuck: Iterable[Action], todo: list[list[Action]], done: Mapping[Result, float], n_stages: int
 ) -> str:
-    """Return `rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
+    """Describe a deadlock: `rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 ...`."""
     rank_of = {result(action): rank for rank, row in enumerate(todo) for action in row}
     position = {action: rank for rank, row in enumerate(todo) for action in row}
     waiting = []

@@ -1,9 +1,8 @@
 """Pipeline schedules: the order in which each rank computes the micro-batches of its stages.
 
-A schedule is a row of SCHEDULES. GPipe and 1F1B are defined here; the others come from the classes
-of torch.distributed.pipelining, of which only the order is used, not the execution. Every order is
-checked (`schedule_ops.check`) before anything runs, and is a pure function of its name and three
-numbers:
+A schedule is a row of SCHEDULES. GPipe and 1F1B are defined here; the orders of all others come
+from the classes of torch.distributed.pipelining, whose executor is not used. Every order is checked
+(`schedule_ops.check`) before anything runs, and is a pure function of its name and three numbers:
 
     p   pipeline ranks, parallel.pp
     v   stages per rank, parallel.stages_per_rank; the pipeline has p * v stages
@@ -38,27 +37,27 @@ class Rule:
 
     Args:
         text: the rule in words, for errors.
-        holds: (p ranks, m micro-batches) -> whether they obey the rule.
+        holds: (p ranks, m micro-batches) -> whether m is legal.
     """
 
     text: str
     holds: Callable[[int, int], bool]
 
     def nearest(self, p: int, m: int) -> list[int]:
-        """Return the largest legal number below m, if there is one, and the smallest above."""
+        """Return the largest legal number below m, if one exists, and the smallest above m."""
         below = next((n for n in range(m - 1, 0, -1) if self.holds(p, n)), None)
         above = next(n for n in count(max(m, 0) + 1) if self.holds(p, n))
         return [above] if below is None else [below, above]
 
 
 def _equal_rounds(p: int, m: int) -> bool:
-    """Whether max(1, m // p) rounds through a rank's stages have equally many micro-batches."""
+    """Whether m micro-batches split into max(1, m // p) equal rounds through a rank's stages."""
     return m >= 1 and m % max(1, m // p) == 0
 
 
 ANY = Rule("at least 1 micro-batch", lambda p, m: m >= 1)
 ROUNDS = Rule(
-    "micro-batches in max(1, micro-batches // parallel.pp) rounds of equal size", _equal_rounds
+    "a multiple of the number of rounds, max(1, micro-batches // parallel.pp)", _equal_rounds
 )
 TWICE = Rule("at least 2 x parallel.pp micro-batches", lambda p, m: m >= 2 * p)
 
@@ -72,7 +71,7 @@ class Schedule:
         stages: minimum and maximum number of stages per rank; None: no maximum.
         default_stages: default number of stages per rank.
         placement: which rank has which stages.
-        splits_backward: whether it has I and W.
+        splits_backward: whether it has I (input gradient) and W (weight gradients) instead of B.
         micro_batches: rule for the number of micro-batches.
     """
 
@@ -87,7 +86,7 @@ class Schedule:
 def gpipe(p: int, v: int, m: int) -> Order:
     """GPipe (arXiv:1811.06965): all forwards, then all backwards, with m micro-batches in flight.
 
-    Backwards have the order of the forwards, so that gradients are summed in the order of 1F1B.
+    Backwards run in the order of the forwards, so that gradients are summed in the order of 1F1B.
     """
     return tuple(_row(rank, "F" * m + "B" * m) for rank in range(p))
 
@@ -95,15 +94,15 @@ def gpipe(p: int, v: int, m: int) -> Order:
 def one_f_one_b(p: int, v: int, m: int) -> Order:
     """1F1B, or PipeDream-flush (arXiv:2104.04473).
 
-    p - 1 - r forwards, then one forward and one backward in turn. GPipe's bubble, with at most
-    p - r micro-batches in flight.
+    Rank r of p runs p - 1 - r forwards, then alternates one forward and one backward. The bubble is
+    as large as that of GPipe, but at most p - r micro-batches are in flight.
     """
     warmup = [min(p - 1 - rank, m) for rank in range(p)]
     return tuple(_row(r, "F" * w + "FB" * (m - w) + "B" * w) for r, w in enumerate(warmup))
 
 
 def _row(stage: int, kinds: str) -> tuple[Action, ...]:
-    """Actions of one stage; each kind has the micro-batches in order."""
+    """Return the actions of one stage; each kind takes the micro-batches in order."""
     numbers = {kind: count() for kind in set(kinds)}
     return tuple(Action(stage, Kind(kind), next(numbers[kind])) for kind in kinds)
 
@@ -119,12 +118,13 @@ TORCH_KINDS = {
 def from_torch(name: str) -> Callable[[int, int, int], Order]:
     """Return the `Schedule.order` of a schedule class of torch.distributed.pipelining.
 
-    DualPipeV's pairs of a forward and a backward, which overlap each other's communication, become
-    two actions, one after the other; the result of the first is sent before the second starts.
+    In torch's DualPipeV, a forward and a backward form a pair, in which each overlaps the other's
+    communication. Here a pair is two consecutive actions; the result of the first is sent before
+    the second starts.
     """
 
     def order(p: int, v: int, m: int) -> Order:
-        # The constructor reads only these attributes, so that no process group is needed.
+        # The constructor reads only these attributes, so no process group is needed.
         stages: Any = [
             SimpleNamespace(group_rank=0, group_size=p, num_stages=p * v, submod=None)
             for _ in range(v)
@@ -136,7 +136,7 @@ def from_torch(name: str) -> Callable[[int, int, int], Order]:
 
 
 def _from_torch(row: Sequence[Any]) -> tuple[Action, ...]:
-    """Convert a row of torch; drop padding (None) and actions such as unshard."""
+    """Convert one rank's actions of torch; drop padding (None) and actions such as unshard."""
     flat = [part for action in row if action for part in action.sub_actions or (action,)]
     return tuple(
         Action(part.stage_index, TORCH_KINDS[part.computation_type.name], part.microbatch_index)
@@ -184,14 +184,8 @@ def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
     if placement == "loop":
         return tuple(stage % p for stage in range(p * v))
     if v != 2:
-        raise ConfigError(f"parallel.stages_per_rank = {v}: a V takes exactly 2 stages per rank")
+        raise ConfigError(f'parallel.stages_per_rank = {v}: placement "v" needs 2 per rank; use 2')
     return (*range(p), *reversed(range(p)))
-
-
-def stages_of(rank: int, placement: Placement, p: int, v: int) -> tuple[int, ...]:
-    """Return the stages of a rank, in the model's order."""
-    ranks = stage_ranks(placement, p, v)
-    return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
 
 
 @functools.lru_cache(maxsize=32)
@@ -208,7 +202,7 @@ def order_of(name: str, p: int, v: int | None, m: int) -> Order:
         Compute actions of every rank; `lowering.py` adds communication.
 
     Raises:
-        ConfigError: the schedule does not support these numbers; the message has legal ones.
+        ConfigError: the schedule does not support these numbers; the message has legal numbers.
     """
     schedule = schedule_of(name)
     v = schedule.default_stages if v is None else v
@@ -243,8 +237,8 @@ def _check_micro_batches(name: str, rule: Rule, p: int, m: int) -> None:
 def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
     """Make an order for evaluation: every stage's forward of every micro-batch.
 
-    At each simulated step, a rank computes its last stage whose input has arrived, so that few
-    outputs wait to be sent and no rank idles while it has an input.
+    At each simulated step, a rank runs the last of its stages that has an input. So few outputs
+    wait to be sent, and no rank idles while it has an input.
 
     Args:
         ranks_of_stage: the rank of each stage.
@@ -256,24 +250,24 @@ def forward_only(ranks_of_stage: Sequence[int], p: int, m: int) -> Order:
     while min(done) < m:
         arrived = [m, *done[:-1]]
         ready = {r: s for s, r in enumerate(ranks_of_stage) if done[s] < arrived[s]}
-        for rank, stage in ready.items():  # the rank's last ready stage: it replaced earlier ones
+        for rank, stage in ready.items():  # the dict keeps the last ready stage of each rank
             rows[rank].append(Action(stage, Kind.FORWARD, done[stage]))
             done[stage] += 1
     return tuple(map(tuple, rows))
 
 
-# One action, or torch's notation for an overlapped forward and backward: (0F8;7B0)OVERLAP_F_B.
+# A cell has one action, or torch's overlapped forward and backward: (0F8;7B0)OVERLAP_F_B.
 _CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _CSV_BYTES = 16 * MB
-"""Size limit of a schedule file; a cell takes up to 100 times that in memory."""
+"""Size limit of a schedule file in bytes; in memory, cells take up to 100 times as many."""
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -> Order:
     """Read a custom schedule in the compute-only CSV format of torch.distributed.pipelining.
 
-    One row per rank, cells such as `0F0`, `1B2`, `0I1`, `0W1`; empty cells and blank lines are
-    skipped.
+    The file has one row per rank, with cells such as `0F0`, `1B2`, `0I1`, `0W1`. Empty cells and
+    blank lines are skipped.
 
     Args:
         source: a path, or the text itself (a string with a comma or a line break).
@@ -293,7 +287,7 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
         if any(cell.strip() for cell in row)
     ]
     if len(lines) != p:
-        raise ConfigError(f"{name} has {len(lines)} rows, but parallel.pp = {p}")
+        raise ConfigError(f"{name} has {len(lines)} rows, but parallel.pp = {p}; use one per rank")
     ranks = stage_ranks(placement, p, v)
     placed = [
         (f"{name} row {number} (rank {rank}) cell {column}", rank, action)
@@ -305,7 +299,7 @@ def read_csv(source: str | Path, p: int, v: int, m: int, placement: Placement) -
     if n_found != m:
         raise ConfigError(
             f"{name} holds {n_found} micro-batches, but a step has {m}: train.global_batch / "
-            f"(data-parallel ranks x train.micro_batch); give it {m}, or change one of these keys"
+            f"(data-parallel ranks x train.micro_batch); use {m}, or change one of these keys"
         )
     for where, rank, action in placed:
         if wrong := misplaced(action, rank, ranks, m):
@@ -339,7 +333,7 @@ def _read(source: str | Path) -> tuple[str, str]:
 
 
 def _cell(cell: str, where: str) -> list[Action]:
-    """Parse a cell: no action if it is empty, two for an overlapped pair."""
+    """Parse a cell: an empty cell has no action, an overlapped pair has two."""
     text = cell.strip()
     pair = _PAIR.fullmatch(text)
     found = [_CELL.fullmatch(part.strip()) for part in (pair[1].split(";") if pair else [text])]
@@ -347,7 +341,7 @@ def _cell(cell: str, where: str) -> list[Action]:
         return []
     if not all(found):
         raise ConfigError(
-            f"{where}: {text!r} is not an action; write stage, F, B, I or W, and micro-batch, as "
-            "in 0F0 (communication and reductions are added, not written)"
+            f"{where}: {text!r} is not an action; write STAGE[F|B|I|W]MICROBATCH, such as 0F0 "
+            "(leave out communication and reductions)"
         )
     return [Action(int(a[1]), Kind(a[2]), int(a[3])) for a in found if a]

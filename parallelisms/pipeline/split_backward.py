@@ -1,4 +1,4 @@
-"""Split the backward: deferred weight gradients, the W of zero-bubble schedules.
+"""Split the backward into I and W for zero-bubble schedules: defer weight gradients.
 
 The backward B of a linear y = x w^T is two matmuls. The previous stage waits for the gradient of
 the input; the gradient of the weight can be computed later:
@@ -15,16 +15,17 @@ with custom matmuls (float8) queue their own operands: `DefersWeightGradient`, `
         torch.autograd.backward(output, output_gradient)
     gradients.run(micro_batch)               # W, any time later
     accumulate_gradients(stage)              # FSDP: add to the sum over micro-batches
-    reduce_gradients(stage, last=True)       # FSDP: the reduction at the end of a backward
+    reduce_gradients(stage, last=True)       # FSDP: reduce, as at the end of a backward
 
-The last two are in `fsdp/torch_internals.py`. torch.distributed.pipelining splits the backward by
-traversing the autograd graph, in which a compiled block is a single node.
+`accumulate_gradients` and `reduce_gradients` are in `fsdp/torch_internals.py`.
+torch.distributed.pipelining splits the backward by traversing the autograd graph; it cannot split a
+compiled block, which is a single node there.
 
 To compile: `defer([stage], compiled=True)`, then, with inductor, `options=COMPILE_OPTIONS`.
 
 From I to W the queue keeps the inputs and output gradients of all these layers alive, also in
-blocks that recompute. Gradients are added to `.grad` directly, not by autograd: torch.autograd.grad
-and hooks on these weights do not see them.
+blocks that recompute. W adds weight gradients to `.grad` itself, without autograd: hooks on these
+weights do not run, and torch.autograd.grad does not return their gradients.
 
 Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
 """
@@ -52,8 +53,8 @@ COMPILE_OPTIONS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers
 """Options of torch.compile that inductor needs for blocks with deferred weight gradients.
 
 By default inductor reuses a buffer, also a saved activation, after its last use in the graph, and
-would overwrite tensors in the queue. With these options it allocates new ones; peak memory grows by
-no more than a few activations of one block.
+would overwrite tensors in the queue. With these options it allocates new buffers; peak memory grows
+by at most a few activations of one block.
 """
 
 
@@ -62,24 +63,29 @@ class DefersWeightGradient(Protocol):
     """A module that queues the weight gradient of its custom matmul."""
 
     def defer_weight_gradient(self, gradients: WeightGradients) -> None:
-        """Queue the weight gradient from now on. Raises ValueError on a second call."""
+        """Queue the weight gradient in all later backwards. Raises ValueError: called twice."""
 
 
 @runtime_checkable
 class DeferredMultiply(Protocol):
-    """The `multiply` of experts whose weight gradient can be queued."""
+    """A grouped matmul (the `multiply` of experts) that can queue its weight gradient."""
 
     def deferred(self, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
-        """See `_deferred_grouped_matmul`."""
+        """Compute `grouped_matmul`; the backward queues the weight gradient at a site.
+
+        Args:
+            weight: detached.
+            number: number of the weight's `Site`.
+        """
         ...
 
 
 def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradients:
     """Make nn.Linear layers and experts in these modules queue their weight gradients, in place.
 
-    Parameters keep their FQNs: only the `forward` of linears and the `product` of experts are
-    replaced; of modules with `defer_weight_gradient`, that method is called. Other subclasses of
-    nn.Linear, and experts with another `multiply`, are unchanged.
+    Only the `forward` of linears and the `product` of experts are replaced, so parameters keep
+    their FQNs. For modules with `defer_weight_gradient`, that method is called instead. Other
+    subclasses of nn.Linear, and experts with another `multiply`, are unchanged.
 
     Args:
         compiled: whether torch.compile may trace these modules. If not, tracing raises an error,
@@ -87,7 +93,7 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
     Returns:
         The queues of one pipeline stage.
     Raises:
-        ValueError: a `forward` or `product` has already been replaced, as by a second `defer`.
+        ValueError: a `forward` or `product` has already been replaced, for example by `defer`.
     """
     gradients = WeightGradients(compiled)
     for module in {m: None for root in modules for m in root.modules()}:
@@ -118,7 +124,7 @@ class _DeferringLinearForward:
         self.module, self.site = module, Site(module, "weight", gradients)
 
     def forward(self, input: Tensor) -> Tensor:
-        """nn.Linear.forward."""
+        """Compute nn.Linear.forward; its backward queues the weight gradient."""
         weight, bias = self.module.weight, self.module.bias
         if not self.site.defers(input, weight):
             return F.linear(input, weight, bias)
@@ -138,7 +144,10 @@ class _DeferringExperts:
         self.sites = {name: Site(module, name, gradients) for name in matrices}
 
     def product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply by this rank's part of a matrix, which the module's `own` returns."""
+        """Multiply tokens by this rank's shard of the experts' matrix `name`.
+
+        The backward queues the weight gradient. x: (N, K), sorted by expert; result: (N, M).
+        """
         weight, site = self.module.own(name), self.sites[name]
         if not site.defers(x, weight):
             return self.module.multiply(x, weight, offsets)
@@ -150,14 +159,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> T
 
 
 def _split_linear(x: Tensor, weight: DTensor, bias: Any, number: Tensor) -> Tensor:
-    """A linear with a weight sharded over a 1-D mesh, by rows or columns, on local tensors.
+    """Apply a linear, whose weight is sharded by rows or columns over a 1-D mesh, to local tensors.
 
-    For other placements, F.linear on DTensors, without deferral.
+    With other placements, F.linear runs on DTensors and the weight gradient is not deferred.
     """
     if not isinstance(x, DTensor):
         return F.linear(x, weight, bias)
     mesh, last = weight.device_mesh, Shard(x.dim() - 1)
-    # Detached: its gradient does not go through autograd, where None would become zeros.
+    # Detached: the weight's gradient bypasses autograd, which would replace None by zeros.
     local = weight.detach().to_local()  # type: ignore[attr-defined]
     layout = (*x.placements, *weight.placements)
     if layout == (Replicate(), Shard(0)):
@@ -190,7 +199,11 @@ class _Linear(torch.autograd.Function):
 
 
 def _deferred_grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor) -> Tensor:
-    """`grouped_matmul` of a detached weight, whose gradient is queued at the site `number`."""
+    """Apply `grouped_matmul` to a detached weight; the backward queues the weight gradient.
+
+    Args:
+        number: number of the weight's `Site`.
+    """
     return _Grouped.apply(x, weight, offsets, number)  # type: ignore[return-value]
 
 
@@ -214,15 +227,15 @@ def run_linear_input_gradient(
 ) -> Tensor:
     """Compute the gradient of a linear's input, and queue (grad, x) for the weight gradient.
 
-    That side effect is not in the schema. The compiler never removes the call, since its result is
-    always needed: the operator is used only for inputs that require a gradient.
+    The operator's schema does not declare this side effect. The compiler never removes the call,
+    since its result is always needed: the operator is used only if x requires a gradient.
 
     Args:
         grad: (..., out), gradient of the output.
         x: (..., in), the input.
         weight: (out, in); all in one dtype and on one device.
-        number: int64 scalar on the CPU, number of the weight's site.
-        call: empty; makes calls with equal arguments different (`call_of`).
+        number: int64 scalar on the CPU, key of the weight's `Site`.
+        call: (0,), from `call_of`; keeps the compiler from merging equal calls.
     Returns:
         (..., in), contiguous.
     """
@@ -251,9 +264,10 @@ def run_grouped_input_gradient(
         x: (N, K), sorted by expert.
         weight: (E, M, K); all in one dtype and on one device.
         offsets: int32 (E,), end of each expert's tokens.
-        number, call: as in `run_linear_input_gradient`.
+        number: int64 scalar on the CPU, key of the weight's `Site`.
+        call: (0,), from `call_of`; keeps the compiler from merging equal calls.
     Returns:
-        (N, K); rows after the last expert's are undefined.
+        (N, K); rows after the last expert's rows are undefined.
     """
     grad = grad.contiguous()
     site_of(number).take(GroupedMatmul(grad, x, offsets))

@@ -1,9 +1,9 @@
 """Split a model into pipeline stages by the FQNs of its modules.
 
 A stage is a copy of the whole model in which the modules of other stages return their input, so
-that the model's own forward runs it and every parameter keeps its FQN. Weights are not copied. Of a
-weight that two stages share (tied embeddings), both have a copy; the copies start equal and get the
-same gradient, the sum of both.
+that the model's own forward runs it and every parameter keeps its FQN. Only weights that two stages
+share (tied embeddings) are copied: each stage has a copy. Both copies start equal and get the same
+gradient, the sum of the two stages' gradients.
 """
 
 import copy
@@ -28,20 +28,20 @@ class Cut:
     modules: tuple[tuple[str, ...], ...]
     """FQNs of the modules of each stage."""
     names: Mapping[str, str]
-    """FQN of a parameter -> its name, which is the first of its FQNs if it has several."""
+    """{FQN of a parameter: its name}. The name is the first FQN if the parameter has several."""
     shared: Mapping[str, tuple[int, ...]]
-    """Name of a parameter that several stages share -> these stages."""
+    """{name of a parameter that several stages share: these stages}"""
 
 
 def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
-    """Resolve each stage's patterns on the whole model.
+    """Find the modules and parameters of each stage in the whole model.
 
     Args:
         stages: patterns of the modules of each stage, in the order of the model's forward.
 
     Raises:
-        PlacementError: a pattern matches nothing, a module is in two stages or a parameter in none,
-            or the stages of a container's layers are not in the order of the layers.
+        PlacementError: a pattern matches nothing, a module is in two stages, a parameter is in no
+            stage, or a layer of a container is in an earlier stage than the layer before it.
     """
     modules = tuple(
         tuple(name for pattern in patterns for name in select(model, pattern))
@@ -52,7 +52,7 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
         for name in names_of_stage:
             if name in stage_of:
                 raise PlacementError(
-                    f"module {name} is in stage {stage_of[name]} and in stage {stage}"
+                    f"module {name} is in stages {stage_of[name]} and {stage}; name it in one"
                 )
             stage_of[name] = stage
     _check_order(model, stage_of)
@@ -65,7 +65,7 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
 
 
 def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
-    """Check that the layers of each container are in stages in their order."""
+    """Check that stages follow the order of the layers in each container."""
     for prefix, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
@@ -74,8 +74,8 @@ def _check_order(model: nn.Module, stage_of: Mapping[str, int]) -> None:
         for first, second in itertools.pairwise(in_stages):
             if stage_of[first] > stage_of[second]:
                 raise PlacementError(
-                    f"{first} is in stage {stage_of[first]} and {second}, which follows it, in "
-                    f"stage {stage_of[second]}; stages follow the order of the forward"
+                    f"{first} is in stage {stage_of[first]}, but {second}, which follows it, is in "
+                    f"stage {stage_of[second]}; order stages as in the forward"
                 )
 
 
@@ -97,18 +97,18 @@ def _stage_of(fqn: str, stage_of: Mapping[str, int]) -> int:
     found = {stage_of[prefix] for prefix in prefixes if prefix in stage_of}
     if not found and len(parts) == 1:
         raise PlacementError(
-            f"parameter {fqn} is the root's own, and every stage runs the root's forward; move it, "
-            "and what uses it, into a module, and name that in one stage"
+            f"parameter {fqn} is owned by the root, whose forward every stage runs; move it and "
+            "its uses into a module, and name that module in one stage"
         )
     if not found:
         raise PlacementError(f"parameter {fqn} is in no pipeline stage; name its module in one")
     if len(found) > 1:
-        raise PlacementError(f"parameter {fqn} is in the stages {sorted(found)}")
+        raise PlacementError(f"parameter {fqn} is in stages {sorted(found)}; name it in one")
     return found.pop()
 
 
 def take_stage(model: nn.Module, stages: Cut, stage: int) -> nn.Module:
-    """Copy `model` with only the modules of one stage; parameters are shared with `model`."""
+    """Copy `model` with placeholders for modules of other stages; parameters are shared."""
     absent = [name for i, names in enumerate(stages.modules) if i != stage for name in names]
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}
     memo |= {id(model.get_submodule(name)): PassThrough() for name in absent}
@@ -122,15 +122,15 @@ class SharedWeights:
     pairs: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
     """(owner, copy) pairs with both stages on this rank, as with placement "v"."""
     remote: dict[int, list[nn.Parameter]] = field(default_factory=dict)
-    """Rank in the pp group that has the other one -> parameters."""
+    """{pp rank that has the other copy: this rank's parameters}"""
     copies: list[nn.Parameter] = field(default_factory=list)
-    """Parameters whose owner is another stage, which counts them, for example in the norm."""
+    """Local parameters owned by another stage, which counts them in the gradient norm."""
 
     @classmethod
     def of(
         cls, cut: Cut, parts: Mapping[int, nn.Module], ranks: Sequence[int], rank: int
     ) -> "SharedWeights":
-        """Find the shared parameters of this rank's stages, after these were sharded.
+        """Find the shared parameters of this rank's stages; call it after sharding.
 
         Args:
             parts: this rank's stages by stage number.
@@ -141,7 +141,7 @@ class SharedWeights:
         found = cls()
         for name, stages in sorted(cut.shared.items()):
             if len(stages) != 2:
-                raise PlacementError(f"{name} is shared by {len(stages)} stages; two can share")
+                raise PlacementError(f"{len(stages)} stages share {name}; at most 2 can share it")
             owner, copy_stage = stages
             first, second = ranks[owner], ranks[copy_stage]
             local = {
@@ -168,7 +168,10 @@ class SharedWeights:
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
-        """Sum the gradients of both stages, in place; one exchange per pair of ranks."""
+        """Sum the gradient of each tied weight over its two stages, in place.
+
+        Each pair of ranks exchanges one flat tensor.
+        """
         for counted, copied in self.pairs:
             first, second = local_gradients([counted, copied])
             second.add_(first)

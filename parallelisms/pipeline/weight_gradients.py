@@ -1,11 +1,14 @@
-"""Queues of deferred weight gradients, filled by the I of a split backward and computed by W.
+"""Queues of deferred weight gradients.
+
+A split backward has two actions: I computes the gradient of the input and queues the weight
+gradients, W computes the queued weight gradients and adds them to `.grad`.
 
 A `Site` is a weight with the queues of its stage. An operator in the backward, eager or in a
-compiled graph, finds the site by its number and queues a `DeferredMatmul` there: the operands, and
-how they are multiplied. W adds the results to `.grad`.
+compiled graph, finds the site by a number and adds a `DeferredMatmul` to the queue: the operands,
+and how to multiply them.
 
-In compiled graphs, `call_of` keeps inductor from dropping or merging calls of these operators, and
-COMPILE_OPTIONS (`split_backward.py`) from overwriting queued operands.
+In compiled graphs, `call_of` keeps inductor from merging calls of these operators, and
+COMPILE_OPTIONS (`split_backward.py`) keep it from overwriting queued operands.
 """
 
 import itertools
@@ -25,7 +28,7 @@ from dtron.kernels.grouped import grouped_gradient
 
 
 class DeferredMatmul(ABC):
-    """A weight gradient that W computes, with its operands."""
+    """The operands of a weight gradient, and the matmul that W computes with them."""
 
     @abstractmethod
     def compute(self) -> Tensor:
@@ -35,13 +38,13 @@ class DeferredMatmul(ABC):
         """
 
     def add_to(self, total: Tensor) -> None:
-        """Add it to the local gradient, in place."""
+        """Add the weight gradient to `total`, the local `.grad`, in place."""
         total.add_(self.compute())
 
 
 @dataclass(frozen=True)
 class LinearMatmul(DeferredMatmul):
-    """grad^T x, for a weight (out, in)."""
+    """Deferred weight gradient of a linear: grad^T x, for a weight (out, in)."""
 
     grad: Tensor
     """(tokens, out)"""
@@ -49,11 +52,11 @@ class LinearMatmul(DeferredMatmul):
     """(tokens, in)"""
 
     def compute(self) -> Tensor:
-        """(out, in)."""
+        """Return grad^T x, (out, in)."""
         return self.grad.t() @ self.x
 
     def add_to(self, total: Tensor) -> None:
-        """Add it in place, by one kernel if the dtypes are equal."""
+        """Add grad^T x to `total` (out, in), with one kernel if the dtypes are equal."""
         if total.dtype == self.grad.dtype:
             total.addmm_(self.grad.t(), self.x)
         else:
@@ -62,7 +65,7 @@ class LinearMatmul(DeferredMatmul):
 
 @dataclass(frozen=True)
 class GroupedMatmul(DeferredMatmul):
-    """grad_e^T x_e of each expert e, for a weight (E, out, in)."""
+    """Deferred weight gradients of experts: grad_e^T x_e of expert e, for a weight (E, out, in)."""
 
     grad: Tensor
     """(tokens, out), sorted by expert."""
@@ -72,18 +75,18 @@ class GroupedMatmul(DeferredMatmul):
     """int32 (E,), end of each expert's tokens."""
 
     def compute(self) -> Tensor:
-        """(E, out, in)."""
+        """Return the gradients of all experts, (E, out, in)."""
         return grouped_gradient(self.grad, self.x, self.offsets)
 
 
 _Queued = tuple[Tensor, DeferredMatmul]
-"""(parameter, gradient to be added to its `.grad`)"""
+"""(parameter, deferred matmul whose result is added to the parameter's `.grad`)"""
 
 
 class WeightGradients:
     """Queues of the deferred weight gradients of one stage, by micro-batch.
 
-    Outside of `collect`, weight gradients are computed immediately, as by a plain backward.
+    Outside of `collect`, weight gradients are computed immediately, as in a plain backward.
     """
 
     def __init__(self, compiled: bool = False) -> None:
@@ -93,15 +96,15 @@ class WeightGradients:
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
-        """Context in which the weight gradients of a backward are queued.
+        """Context manager: queue the weight gradients of the backward inside it.
 
         Args:
-            key: the micro-batch; several may be in flight.
+            key: the micro-batch; several micro-batches may be in flight.
         Raises:
             RuntimeError: contexts are nested, or weight gradients of this key are still queued.
         """
         if self._collecting is not None or key in self._queues:
-            raise RuntimeError(f"weight gradients of micro-batch {key} are already being collected")
+            raise RuntimeError(f"collect({key}): already collecting, or run({key}) is missing")
         self._collecting = deque()
         try:
             yield
@@ -112,10 +115,10 @@ class WeightGradients:
     def run(self, key: Hashable) -> None:
         """Compute the queued weight gradients of a micro-batch and add them to `.grad`, in order.
 
-        The operands of each are freed after use.
+        Operands are freed after use.
 
         Raises:
-            RuntimeError: none are queued under this key, or they have been run.
+            RuntimeError: no weight gradients of this micro-batch are queued.
         """
         if key not in self._queues:
             raise RuntimeError(f"no weight gradients of micro-batch {key} are queued")
@@ -128,10 +131,10 @@ class WeightGradients:
         return len(self._queues.get(key, ()))
 
     def take(self, weight: Tensor, matmul: DeferredMatmul) -> None:
-        """Queue a weight gradient inside of `collect`; else compute and add it now.
+        """Queue a weight gradient; outside of `collect`, compute it and add it to `.grad` now.
 
         Args:
-            weight: parameter whose `.grad` is added to; with FSDP, the unsharded one.
+            weight: the parameter; with FSDP, the unsharded parameter.
         """
         if self._collecting is None:
             _add_weight_gradient(weight, matmul)
@@ -140,32 +143,39 @@ class WeightGradients:
 
 
 class Site:
-    """A weight with the queues of its stage; operators find it by `number`."""
+    """A weight whose gradient can be deferred, and the queues of the weight's pipeline stage.
+
+    Custom operators take the site's `number`, and look up the site with it.
+    """
 
     def __init__(self, module: nn.Module, name: str, gradients: WeightGradients) -> None:
         self.module, self.name = module, name
         self.gradients = gradients
         number = next(_NUMBERS)
-        # A tensor, since a Python number would be a constant of the graph, which blocks share. On
+        # A tensor, since a Python number would be a constant in the graph, which blocks share. On
         # the CPU, since reading it must not wait for the device.
         self.number = torch.tensor(number, dtype=torch.int64, device="cpu")
         _SITES[number] = self
 
     def defers(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether to defer a call's weight gradient; there is no I if x requires no gradient."""
+        """Whether to defer the weight gradient of a call; false if x requires no gradient.
+
+        Raises:
+            RuntimeError: torch.compile traces a layer that was not deferred with compiled=True.
+        """
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return False
         if torch.compiler.is_compiling() and not self.gradients.compiled:
             raise RuntimeError(
-                "inductor would overwrite what deferred weight gradients still need; call "
+                "inductor would overwrite operands of deferred weight gradients; call "
                 "defer(..., compiled=True) and compile with "
                 "options=dtron.parallelisms.pipeline.split_backward.COMPILE_OPTIONS"
             )
         return True
 
     def take(self, matmul: DeferredMatmul) -> None:
-        """Queue a weight gradient."""
-        # During a unit's backward, FSDP sets the module's parameter to the unsharded one.
+        """Queue this weight's gradient or add it to `.grad` now; see `WeightGradients.take`."""
+        # During an FSDP unit's backward, the module's parameter is the unsharded one.
         self.gradients.take(getattr(self.module, self.name), matmul)
 
 
@@ -175,15 +185,20 @@ class DeferringLinear(nn.Linear):
     site: Site | None = None
 
     def defer_weight_gradient(self, gradients: WeightGradients) -> None:
-        """See `DefersWeightGradient`."""
+        """Queue the weight gradient in all later backwards.
+
+        Raises:
+            ValueError: on a second call.
+        """
         if self.site is not None:
             raise ValueError("the weight gradient of this layer has already been deferred")
         self.site = Site(self, "weight", gradients)
 
     def weight_of_call(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (weight, None), or (detached weight, number of its site) to defer its gradient.
+        """Return (detached weight, number of the layer's site) if the weight gradient is deferred.
 
-        Detached, since autograd would make zeros of a gradient None.
+        Otherwise return (weight, None). A deferred weight is detached, since autograd would replace
+        a gradient of None by zeros.
         """
         if self.site is None or not self.site.defers(x, weight):
             return weight, None
@@ -191,34 +206,35 @@ class DeferringLinear(nn.Linear):
 
 
 # Operators take tensors and numbers, not objects, so sites are in a global table. It changes only
-# when layers are created or freed; a backward changes only the WeightGradients of its stage. So it
-# works in autograd's threads for CUDA tensors, which do not see the caller's thread-locals.
+# when layers are created or freed; a backward changes only the WeightGradients of its stage. So
+# autograd's threads for CUDA tensors, which do not see the caller's thread-locals, can use it.
 _NUMBERS = itertools.count()
 _SITES: WeakValueDictionary[int, Site] = WeakValueDictionary()
 
 
 def site_of(number: Tensor) -> Site:
-    """Return the site with this number."""
+    """Return the `Site` with this number."""
     return _SITES[int(number)]
 
 
 def call_of(grad: Tensor) -> Tensor:
     """Return a new empty tensor, an argument that makes each call of a queueing operator unique.
 
-    In a compiled graph, two calls with equal arguments would be merged, as of a pure function.
-    Results of torch.empty are never considered equal.
+    In a compiled graph, two calls with equal arguments would be merged, as for a pure function. The
+    compiler never considers results of torch.empty equal.
     """
     return torch.empty(0, device=grad.device)
 
 
 def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Tensor) -> None:
-    """Queue the operands of a weight gradient, by a separate operator.
+    """Queue the operands of a weight gradient, with a separate operator.
 
-    For layers whose input gradient is computed by operators that do not queue.
+    Layers use it if the operators that compute their input gradient queue nothing.
 
     Args:
-        needed: gradient of the layer's input, in the weight gradient's dtype. The operator is
-            declared to modify it but does not, so that a compiled graph keeps the operator.
+        needed: gradient of the layer's input, in the weight gradient's dtype. The operator's schema
+            declares that it modifies this tensor, so that a compiled graph keeps the operator; in
+            fact the tensor is unchanged.
         operands: arguments of the layer's `deferred_matmul`.
         number: number of the layer's site.
     """
@@ -228,7 +244,7 @@ def queue_weight_gradient(needed: Tensor, operands: Sequence[Tensor], number: Te
 def run_queue_weight_gradient(
     needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor
 ) -> None:
-    """Implementation of the operator `queue_weight_gradient`."""
+    """Queue the weight gradient at its site: the implementation of `queue_weight_gradient`."""
     site = site_of(number)
     layer: Any = site.module
     site.take(layer.deferred_matmul(operands, needed.dtype))
@@ -260,8 +276,10 @@ def _add_weight_gradient(weight: Tensor, matmul: DeferredMatmul) -> None:
 
 
 def _local_grad(weight: Tensor) -> Tensor | None:
-    """Return the local tensor of a weight's `.grad`, redistributed to the weight's placements:
-    autograd leaves a partial sum over tp for an embedding that shares the weight."""
+    """Return the local tensor of a weight's `.grad`, which gets the weight's placements first.
+
+    Autograd leaves a partial sum over tp in `.grad` if an embedding shares the weight.
+    """
     grad = weight.grad
     if isinstance(grad, DTensor) and isinstance(weight, DTensor):
         if grad.placements != weight.placements:

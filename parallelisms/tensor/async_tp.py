@@ -1,8 +1,8 @@
 """Asynchronous tensor parallelism: matmuls fused with the collective before or after them.
 
 Under sequence parallelism a layer all-gathers before its colwise matmuls and reduce-scatters after
-its rowwise ones. Operators over symmetric memory do each pair at once: the matmul of one chunk runs
-while the next chunk is sent over NVLink.
+its rowwise matmuls. Operators on symmetric memory fuse matmul and collective: the matmul of one
+chunk runs while the next chunk is sent over NVLink.
 
     colwise   forward   all-gather of the input + matmuls of all siblings, fused
               backward  one matmul for grad_x of all siblings; its reduce-scatter overlaps with the
@@ -11,13 +11,15 @@ while the next chunk is sent over NVLink.
               backward  all-gather of the output's gradient + grad_x, fused; grad_weight uses the
                         gathered gradient
 
-Siblings are linears that share an input. With deferred weight gradients nothing overlaps with the
-first reduce-scatter: grad_x of the siblings and its reduce-scatter are fused instead. W multiplies
-what I gathered, without a collective. The output head is not fused, since its loss may be chunked.
+Siblings are linears that share an input. If weight gradients are deferred, no matmul is left to
+overlap with the reduce-scatter of grad_x, so the matmul for grad_x is fused with it. The deferred
+matmul uses the tensors that the backward has gathered; it needs no collective. The output head is
+not fused, since its loss may be chunked.
 
-`fuse` selects the linears by their placement rows, compiled or not; inductor's own pass leaves out
-biases, sums of siblings' gradients and gathers of a single sequence. float8 layers have their own
-matmuls (`float8/async_tp.py`). On CPUs, without symmetric memory, the same functions run unfused.
+`fuse` selects linears by their placement rules, compiled or not. (Inductor's async-TP pass does not
+fuse linears with a bias, siblings in the backward, or gathers of a single sequence.) float8 layers
+have their own matmuls (`float8/async_tp.py`). On CPUs, without symmetric memory, the same functions
+run unfused.
 
 Activations are flattened to (T x B, D), tokens first, so that a rank's shard is one range of rows:
 gathered and scattered along dim 0 without copies.
@@ -55,7 +57,7 @@ _DIM = 0
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tp axis, as collectives take it."""
+    """Size and process group of the tp axis, as arguments of collectives."""
 
     size: int
     group: str
@@ -68,13 +70,13 @@ def gather_linear(
     ranks: Ranks,
     numbers: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """All-gather x and multiply it with several colwise weights.
+    """All-gather x and multiply it by several colwise weights.
 
     Args:
         x: (M / tp, D), the rank's shard.
         weights: (N, D) each, the rank's shards, in x's dtype.
         numbers: for each weight, the number of the `Site` that defers its gradient; None: the
-            backward computes it.
+            backward computes the gradient.
     Returns:
         (M, N) each.
     """
@@ -84,10 +86,10 @@ def gather_linear(
 
 
 def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks, number: Tensor | None = None) -> Tensor:
-    """Multiply x (M, N) with a rowwise weight (D, N) and reduce-scatter: (M / tp, D).
+    """Multiply x (M, N) by a rowwise weight (D, N) and reduce-scatter: (M / tp, D).
 
     Args:
-        number: as in `gather_linear`.
+        number: number of the `Site` that defers the gradient of `weight`; None: not deferred.
     """
     out = _LinearScatter.apply(x, weight, ranks, number)
     assert isinstance(out, Tensor)
@@ -99,7 +101,7 @@ def linear_scatter(x: Tensor, weight: Tensor, ranks: Ranks, number: Tensor | Non
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, *rest: Any) -> tuple[Tensor, ...]:
-        """`rest`: weights, then their numbers."""
+        """Compute `gather_linear`; `rest` has the weights, then their numbers."""
         weights, numbers = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         gathered, outs = _all_gather_matmul(x, [w.t() for w in weights], ranks)
         ctx.save_for_backward(gathered, *weights, *numbers)
@@ -157,7 +159,7 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def _all_gather_matmul(
     x: Tensor, factors: Sequence[Tensor], ranks: Ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """All-gather (M / tp, D) and multiply with each (D, N)."""
+    """All-gather x (M / tp, D) and multiply by each factor (D, N): (M, D) and (M, N) each."""
     if _fuses(x):
         return torch.ops.symm_mem.fused_all_gather_matmul(
             x.contiguous(), list(factors), _DIM, ranks.group
@@ -167,7 +169,7 @@ def _all_gather_matmul(
 
 
 def _matmul_reduce_scatter(x: Tensor, factor: Tensor, ranks: Ranks) -> Tensor:
-    """Multiply (M, N) with (N, D) and reduce-scatter: (M / tp, D)."""
+    """Multiply x (M, N) by factor (N, D) and reduce-scatter: (M / tp, D)."""
     if _fuses(x):
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(
             x.contiguous(), factor, "sum", _DIM, ranks.group
@@ -185,12 +187,12 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
-    """(B, T, D) -> (T x B, D)."""
+    """Flatten tokens with the sequence dim first: (B, T, D) -> (T x B, D)."""
     return x.transpose(0, 1).reshape(-1, x.shape[2])
 
 
 def unflatten_tokens(x: Tensor, batch: int) -> Tensor:
-    """(T x B, D) -> (B, T, D)."""
+    """Undo `flatten_tokens`: (T x B, D) -> (B, T, D)."""
     return x.view(-1, batch, x.shape[1]).transpose(0, 1)
 
 
@@ -198,21 +200,24 @@ Role = Literal["gather", "sibling", "scatter"]
 
 
 class AsyncLinear(DeferringLinear):
-    """A linear whose matmul is fused with a collective, or computed with its siblings'.
+    """A linear whose matmul is fused with a collective, alone or together with its siblings.
 
     Subclasses replace the matmuls and keep the communication.
     """
 
     role: Role | None = None
     """`gather`: all-gathers its input. `sibling`: takes its output from a list that the parent
-    computes. `scatter`: reduce-scatters its output. Set by `fuse`; None: not fused."""
+    computes. `scatter`: reduce-scatters its output. None: not fused. Set by `fuse`."""
     ranks: Ranks
     index = 0
     """Position among the siblings."""
 
     def forward(self, input: Any) -> Tensor:
-        """Gather: (B, T / tp, D) -> (B, T, N). Sibling: outputs of all siblings -> (B, T, N).
-        Scatter: (B, T, N) -> (B, T / tp, D)."""
+        """Compute the linear and the collective of its role.
+
+        `gather`: (B, T / tp, D) -> (B, T, N). `sibling`: list of the outputs of all siblings ->
+        (B, T, N). `scatter`: (B, T, N) -> (B, T / tp, D).
+        """
         if self.role == "sibling":
             return input[self.index]
         if self.role == "gather":
@@ -224,23 +229,23 @@ class AsyncLinear(DeferringLinear):
         return super().forward(input)
 
     def gather_matmul(self, x: Tensor, siblings: Sequence[Any]) -> list[Tensor]:
-        """All-gather (M / tp, D) and multiply: (M, N) of each sibling, without biases."""
+        """All-gather x (M / tp, D) and multiply: (M, N) of each sibling, without biases."""
         calls = [each.weight_of_call(x, local(each.weight)) for each in siblings]
         weights, numbers = zip(*calls, strict=True)
         return gather_linear(x, weights, self.ranks, numbers)
 
     def matmul_scatter(self, x: Tensor) -> Tensor:
-        """Multiply and reduce-scatter: (M, N) -> (M / tp, D), without the bias."""
+        """Multiply x (M, N) and reduce-scatter: (M / tp, D), without the bias."""
         weight, number = self.weight_of_call(x, local(self.weight))
         return linear_scatter(x, weight, self.ranks, number)
 
     def deferred_matmul(self, operands: Sequence[Tensor], dtype: torch.dtype) -> DeferredMatmul:
-        """See `queue_weight_gradient`."""
+        """Return the matmul for operands (grad, x) that `queue_weight_gradient` has queued."""
         return LinearMatmul(*operands)
 
 
 def gather_siblings(x: Tensor, siblings: Sequence[AsyncLinear]) -> list[Tensor]:
-    """(B, T / tp, D) -> (B, T, N) of each sibling, by one all-gather."""
+    """Compute all siblings with one all-gather: (B, T / tp, D) -> (B, T, N) of each sibling."""
     outs = siblings[0].gather_matmul(flatten_tokens(x), siblings)
     return [
         unflatten_tokens(out if each.bias is None else out + local(each.bias), x.shape[0])
@@ -249,40 +254,40 @@ def gather_siblings(x: Tensor, siblings: Sequence[AsyncLinear]) -> list[Tensor]:
 
 
 def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """The local shard of a distributed parameter.
+    """Return the local shard of a distributed parameter.
 
     Args:
-        gradient: placement of its gradient; None: the parameter's own.
+        gradient: placement of its gradient; None: the parameter's placement.
     """
     assert isinstance(parameter, DTensor), "the linear's parameters are distributed"
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def check_rows(modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]) -> None:
-    """Check that something is fused, in a whole model; arguments as for `fuse`.
+    """Check that `fuse` would fuse at least one linear of a model; arguments: those of `fuse`.
 
     Raises:
-        PlacementError: nothing is, and all rows are of `parallelisms.placement`.
+        PlacementError: no linear would be fused, although all placement rules are `Row`s.
     """
     every = [row for of_module in rows.values() for row in of_module]
     if not any(_fusable(modules, rows)) and all(isinstance(row, Row) for row in every):
         raise PlacementError(
-            "parallel.async_tp = true, but no row gathers or scatters a sequence: it fuses "
-            "prepare_input() before colwise() rows, and rowwise(output=Shard(1)) of an nn.Linear; "
-            "set it to false"
+            "parallel.async_tp = true, but no row gathers or scatters a sequence; use "
+            "prepare_input(Shard(1)) before colwise() rows, or rowwise(output=Shard(1)) of an "
+            "nn.Linear, or parallel.async_tp = false"
         )
 
 
 def fuse(
     modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]], mesh: DeviceMesh
 ) -> set[tuple[str, Any]]:
-    """Split linears and fuse them with the collectives of their rows where possible, in place.
+    """Split linears and fuse them with the collectives of their placement rules, in place.
 
     Args:
-        modules: by FQN.
-        rows: rows of `parallelisms.placement` by FQN.
+        modules: modules by FQN.
+        rows: placement rules by FQN. Those that no fused function supports are skipped.
     Returns:
-        (FQN, row) of the rows that are done.
+        (FQN, placement rule) of the rules that were applied.
     """
     done: set[tuple[str, Any]] = set()
     for name, row, siblings in list(_fusable(modules, rows)):
@@ -299,10 +304,10 @@ def fuse(
 def _fusable(
     modules: Mapping[str, nn.Module], rows: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, Row, list[tuple[str, Row]]]]:
-    """(FQN, row, FQN and row of each sibling if the row is a `prepare_input`).
+    """Yield (FQN, rule, (FQN, rule) of each sibling if the rule is a `prepare_input`).
 
     A colwise linear that gathers its own input is fused only if its parent also has a linear that
-    scatters, as in latent attention: an output head is not.
+    scatters, as in latent attention. So an output head is not fused.
     """
     named = [
         (name, row)
@@ -311,7 +316,7 @@ def _fusable(
         for row in rows[name]
         if isinstance(row, Row)
     ]
-    # Other subclasses of nn.Linear would lose what they add.
+    # Other subclasses of nn.Linear would lose their own forward.
     fusable = {
         name
         for name, _ in named
@@ -339,13 +344,13 @@ def _parent(fqn: str) -> str:
 
 
 def _convert(linear: nn.Module, role: Role, mesh: DeviceMesh, index: int = 0) -> None:
-    """Split a linear's parameters and make it an AsyncLinear, in place."""
+    """Split a linear's parameters and make the linear an AsyncLinear, in place."""
     if role == "scatter":
         distribute_parameters(linear, mesh, Shard(1), Replicate())
     else:
         distribute_parameters(linear, mesh, Shard(0), Shard(0))
     if not isinstance(linear, AsyncLinear):
-        # A function in place of `forward` would be compiled again for each block.
+        # torch.compile would compile a function set as `forward` again for each block.
         linear.__class__ = AsyncLinear
     assert isinstance(linear, AsyncLinear)
     linear.role, linear.index = role, index
@@ -353,8 +358,10 @@ def _convert(linear: nn.Module, role: Role, mesh: DeviceMesh, index: int = 0) ->
 
 
 def _gather_argument(parent: nn.Module, names: tuple[str, ...]) -> None:
-    """Replace a module's first argument by a list of the outputs of the siblings that it names. The
-    module may use the argument as the input of these linears only."""
+    """Replace a module's first argument by the outputs of its linears `names`, a list.
+
+    The module may use the argument only as the input of these linears.
+    """
 
     def gather(module: nn.Module, x: Tensor) -> list[Tensor]:
         # By name, not by object, so that blocks share a compiled graph.
@@ -366,9 +373,9 @@ def _gather_argument(parent: nn.Module, names: tuple[str, ...]) -> None:
 def distribute_parameters(
     module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement
 ) -> None:
-    """Distribute a module's own parameters; those that are not its bias are placed as its weight.
+    """Distribute a module's own parameters: a bias gets the placement `bias`, others `weight`.
 
-    Ranks hold equal weights, or none yet: each keeps its shard, without communication.
+    Ranks have equal or no initial weights: each keeps its shard, without communication.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = bias if name == "bias" else weight

@@ -1,12 +1,12 @@
-"""The loss inside the head's call, where FSDP has gathered the head's weight.
+"""Compute the loss inside the forward of the output head, while FSDP has gathered its weight.
 
-A chunked loss (`dtron.training.loss.ChunkedLoss`) multiplies with the head's weight itself. FSDP
-gathers the weight, and reduces its gradient, once per call of the head's module: so labels go into
-one call, which returns the loss. Under tp each rank multiplies with its own rows; the gradient of
-the hidden states is partial, and the head's placement reduces it, under sequence parallelism to the
-rank's tokens.
+A chunked loss (`dtron.training.loss.ChunkedLoss`) itself multiplies by the head's weight. FSDP
+gathers the weight, and reduces its gradient, once per call of the head. So one call gets the labels
+and returns the loss. Under tp each rank multiplies by its shard of the weight's rows. The gradient
+of the hidden states is then partial. The head's placement rule all-reduces it, or, with sequence
+parallelism reduce-scatters it to the rank's tokens.
 
-The loss computes the weight's gradient, so none is deferred (`split_backward.py`).
+The loss itself computes the weight's gradient; `split_backward.py` never defers it.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
-"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T), None), plain
-local tensors -> the summed loss, a scalar that is the same on all tp ranks. Of P predictions: (P B,
-T, D), the same weight, (P B, T), their weights (P,) -> the weighted sum, and their sums (P,)."""
+"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T), None) -> the
+summed loss, a scalar, equal on all tp ranks. With P predictions per token (MTP): (hidden states
+(P B, T, D), the weight, labels (P B, T), loss weights (P,)) -> (the weighted sum of the summed
+losses, the summed loss of each prediction (P,)). All tensors are plain and local."""
 
 
 def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
@@ -36,7 +37,7 @@ def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
     ) -> Tensor | tuple[Tensor, Tensor]:
         if labels is None:
             return logits(x)
-        # replicated over tp, with a partial gradient from the rank's own rows of the weight
+        # x is replicated over tp; its gradient is partial, from the rank's rows of the weight
         hidden = _local(x, gradient=Partial())
         return loss(hidden, _local(head.weight), labels, weights)
 
@@ -44,7 +45,7 @@ def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
 
 
 def _local(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
-    """The local shard of a tensor; `gradient` is the placement of its gradient, if not its own."""
+    """Return a tensor's local shard; `gradient`: the gradient's placement; None: the tensor's."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=None if gradient is None else [gradient])

@@ -6,19 +6,19 @@ Attention splits by heads, the feed-forward layer by neurons, embedding and head
     x --prepare_input--> [gate up colwise] -> neurons -> [down rowwise] --> x
 
 Without sequence parallelism x is replicated and a layer costs 2 all-reduces forward (after wo and
-down) and 2 backward (before each group of colwise layers). With it x is sharded along the sequence
-between those regions: each all-reduce becomes an all-gather before and a reduce-scatter after, with
-the same bytes, and norms, dropout and residuals work on T / tp tokens.
+down) and 2 backward (before each group of colwise layers). With sequence parallelism x is sharded
+along the sequence between those regions: an all-gather before and a reduce-scatter after a region
+replace the all-reduce, with the same bytes; norms, dropout and residuals work on T / tp tokens.
 
-With more ranks than key/value heads wk and wv are still split by rows, inside a head: the ranks
+With more ranks than key/value heads, wk and wv are still split by rows, inside a head: the ranks
 that share a head gather its keys and values (`whole_heads`), and the backward reduce-scatters their
-gradients. Only activations are replicated.
+gradients. Only activations are replicated, no weights.
 
 Matrices become DTensors; activations are plain local tensors between modules. Replicated parameters
 that see only a shard of the tokens or heads (norms, QK norms) have partial gradients. With
-replicas="backward" they are DTensors whose gradients are reduced in each backward; with
-replicas="step" they stay plain and `gradients.reduce_replicas` sums all of them with one collective
-per step.
+replicas="backward" these parameters are DTensors whose gradients are reduced in each backward. With
+replicas="step" they stay plain, and `gradients.reduce_replicas` sums all their gradients with one
+collective per step.
 
 Sources: Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198;
 torch.distributed.tensor.parallel.
@@ -58,33 +58,35 @@ from dtron.parallelisms.tensor.async_tp import distribute_parameters, fuse
 
 AnyRow = Row | Style | ParallelStyle
 Placements = Mapping[Any, AnyRow]
-"""Rows by pattern, or by tuple of patterns. A pattern that names no module may name parameters,
-such as the root's; their row is replicate()."""
+"""{pattern or tuple of patterns: placement rule}. A pattern that matches no module may match
+parameters, such as the root's; their rule must be replicate()."""
 Replicas = Literal["backward", "step"]
 
-# Rows whose parameters are replicated and have partial gradients.
+# Placement rules whose parameters are replicated and have partial gradients.
 _PARTIAL = ("sequence", "heads")
 _SPLIT = ("colwise", "rowwise")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The placement rows of a model's modules, validated."""
+    """The placement rules of a model's modules, validated."""
 
     rows: dict[str, list[AnyRow]]
-    """Rows by the module's FQN, outer modules first."""
+    """Placement rules by the module's FQN, outer modules first."""
     partial: tuple[str, ...]
     """FQNs of replicated parameters whose gradients are partial sums over tp."""
     covered: frozenset[str] = frozenset()
-    """FQNs of parameters that rows cover. A tied parameter's other FQNs may be uncovered."""
+    """FQNs of parameters that rules cover. A tied parameter's other FQNs may be uncovered."""
 
 
 def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
-    """Expand the patterns of a whole model's placements.
+    """Match the patterns of `placements` with the model's modules, and check the placement rules.
 
+    Args:
+        model: the whole model, with the modules of all pipeline stages.
     Raises:
-        PlacementError: a pattern matches nothing, a parameter is covered by no row or by two, or
-            tp does not divide a dimension that is split.
+        PlacementError: a pattern matches nothing, a parameter has no rule or more than one, a tied
+            parameter is sharded in two ways, or tp does not divide a sharded dimension.
     """
     rows, covered = _expand(model, placements)
     modules = dict(model.named_modules())
@@ -101,7 +103,7 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
             for child, _ in modules[name].named_parameters(remove_duplicate=False):
                 fqn = f"{name}.{child}"
                 if fqn in covered:
-                    raise PlacementError(f"{fqn} is covered by two rows: {covered[fqn]} and {kind}")
+                    raise PlacementError(f"two rows cover {fqn}: {covered[fqn]}, {kind}; use one")
                 covered[fqn] = kind
                 partial += [fqn] if kind in _PARTIAL else []
     _check_covered(model, covered)
@@ -120,7 +122,7 @@ def _kind(row: AnyRow) -> str:
 def _expand(
     model: nn.Module, placements: Placements
 ) -> tuple[dict[str, list[AnyRow]], dict[str, str]]:
-    """(rows by FQN of the module, kind of row by FQN of parameters that a pattern names)."""
+    """Return {FQN of a module: its rules}, and {FQN of a parameter: its kind of rule}."""
     rows: dict[str, list[AnyRow]] = {}
     named: dict[str, str] = {}
     for unit, row in placements.items():
@@ -128,8 +130,8 @@ def _expand(
             parameters = select_parameters(model, pattern)
             if parameters and row != replicate():
                 raise PlacementError(
-                    f"{parameters[0]} is a parameter, not a module; its row can be replicate() "
-                    "only; for another row put it into a separate module"
+                    f"{parameters[0]} is a parameter, not a module, and can only have the row "
+                    "replicate(); for another row, put it into a separate module"
                 )
             named |= dict.fromkeys(parameters, "replicate")
             for name in () if parameters else select(model, pattern):
@@ -138,22 +140,24 @@ def _expand(
 
 
 def _check_covered(model: nn.Module, covered: Mapping[str, str]) -> None:
-    """Raise PlacementError for a parameter that no row covers by any of its FQNs."""
+    """Raise PlacementError if no placement rule covers a parameter, by any of its FQNs."""
     fqns: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         fqns.setdefault(id(parameter), []).append(fqn)
     bare = [names[0] for names in fqns.values() if not any(name in covered for name in names)]
     if bare:
         raise PlacementError(
-            f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); name "
-            "its module, or itself where the root owns it: colwise, rowwise, sequence, heads, or "
-            "replicate() if all ranks compute it alike"
+            f"{bare[0]} is covered by no row of the placements ({len(bare)} such parameters); add "
+            "a row for its module, or for the parameter if the root owns it: colwise, rowwise, "
+            "sequence, heads, or replicate() if all ranks compute the same with it"
         )
 
 
 def _check_shared_parameters(model: nn.Module, rows: Mapping[str, Sequence[AnyRow]]) -> None:
-    """Raise PlacementError for a parameter that two modules share, of one stage or of two, and
-    whose rows split it differently."""
+    """Raise PlacementError if modules share a parameter but their rules split it differently.
+
+    The modules may be in different pipeline stages.
+    """
     split: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
         for row in rows.get(name, ()):
@@ -166,9 +170,9 @@ def _check_shared_parameters(model: nn.Module, rows: Mapping[str, Sequence[AnyRo
                 first, known = split.setdefault(id(parameter), (f"{name}.{child}", how))
                 if known != how:
                     raise PlacementError(
-                        f"{first} and {name}.{child} are one parameter but their rows split it "
-                        f"differently ({known}, {how}); an embedding that is rowwise fits a head "
-                        "that is colwise"
+                        f"{first} and {name}.{child} are the same parameter, but `placements` "
+                        f"shards it in two ways ({known}, {how}); shard it in one way, such as "
+                        "with rowwise() for an embedding and colwise() for a head"
                     )
 
 
@@ -179,7 +183,8 @@ def _splits_rows(row: Row, module: nn.Module) -> bool:
 def _check_divides(name: str, module: nn.Module, row: Row, tp: int) -> None:
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise PlacementError(
-            f"{name} is a {type(module).__name__}; {row.kind} splits Linear and Embedding"
+            f"{name} is a {type(module).__name__}, but {row.kind}() shards only Linear and "
+            "Embedding; use another placement for it, such as replicate()"
         )
     by_rows = _splits_rows(row, module)
     size = module.weight.shape[0 if by_rows else 1]
@@ -195,12 +200,12 @@ def _check_heads(name: str, n_heads: int, tp: int) -> None:
     if n_heads % tp and tp % n_heads:
         raise PlacementError(
             f"parallel.tp = {tp} neither divides the {n_heads} heads of {name} nor is a multiple "
-            "of them; use one that does or is"
+            f"of {n_heads}; use a divisor or a multiple of {n_heads}"
         )
 
 
 def shared_heads(tp_plan: Plan, tp: int) -> set[int]:
-    """Numbers of heads in `whole_heads` rows that are smaller than tp."""
+    """Return the `n_heads` of `whole_heads` rules with fewer heads than tp ranks."""
     rows = [row for of_module in tp_plan.rows.values() for row in of_module if isinstance(row, Row)]
     return {row.n_heads for row in rows if 0 < row.n_heads < tp}
 
@@ -216,7 +221,8 @@ def apply_tensor_parallel(
     """Split the modules of a plan over a 1-D mesh, in place; modules of other stages are skipped.
 
     Args:
-        overlap: fuse matmuls with their collectives where rows allow it (`async_tp.py`).
+        overlap: fuse matmuls with their collectives where placement rules allow it
+            (`async_tp.py`).
         sharing: number of heads -> 1-D mesh of the ranks that share this rank's head
             (`Mesh.heads`); required if `shared_heads` is not empty.
     Raises:
@@ -238,7 +244,7 @@ def apply_tensor_parallel(
             elif (name, row) not in done:
                 _apply_row(modules[name], mesh, row, replicas)
     for places in shared:
-        # One that a row has split comes first.
+        # First the uses of the parameter that a placement rule covers.
         places.sort(key=lambda place: place[2] not in tp_plan.covered)
         (first, first_name, _), *others = places
         parameter = getattr(first, first_name)
@@ -247,15 +253,17 @@ def apply_tensor_parallel(
             differs = getattr(other, "placements", None) != getattr(parameter, "placements", None)
             if fqn in tp_plan.covered and differs:
                 raise PlacementError(
-                    f"two modules share a parameter ({name}) but their rows split it differently; "
-                    "an embedding that is rowwise fits a head that is colwise"
+                    f"two modules share a parameter ({name}), but their rows split it differently; "
+                    "use rows that split it equally (rowwise() embedding, colwise() head)"
                 )
             setattr(module, name, parameter)
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """(module, attribute, FQN) of all places of each shared parameter; call before splitting, which
-    replaces parameters."""
+    """Return (module, attribute, FQN) of all uses of each shared parameter.
+
+    Call it before modules are split, which replaces their parameters.
+    """
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -274,12 +282,12 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
     if isinstance(style, Style):
         style.apply(module, mesh)
     elif style is not None:
-        # Ranks hold equal weights, or none yet: each keeps its shard, without communication.
+        # Ranks have equal or no initial weights: each keeps its shard, without communication.
         parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:
-    """The style of a row; None: the module works on plain local tensors without changes."""
+    """Return a rule's ParallelStyle; None: the module takes plain local tensors without changes."""
     if not isinstance(row, Row):
         return row
     if row.kind == "rowwise":
@@ -300,14 +308,16 @@ def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | Parallel
 
 
 class _Colwise(Style):
-    """torch's ColwiseParallel for a module that may also return a plain tensor, as a head does that
-    returns its loss."""
+    """Like torch's ColwiseParallel, but the module may also return a plain tensor.
+
+    For example, a head may return its loss.
+    """
 
     def __init__(self, inputs: Placement, output: Placement) -> None:
         self.inputs, self.output = inputs, output
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See Style."""
+        """Shard parameters; gather the input and redistribute the output in each call."""
         inputs, output = self.inputs, self.output
         split = Shard(1 if isinstance(module, nn.Embedding) else 0)
         distribute_parameters(module, mesh, split, split)
@@ -325,10 +335,10 @@ class _Colwise(Style):
 
 
 class _PrepareArgument(Style):
-    """torch's PrepareModuleInput for one argument of several.
+    """Like torch's PrepareModuleInput, but for a single argument of the module.
 
     Args:
-        to_local: pass a plain tensor, whose gradients are partial.
+        to_local: pass a plain tensor; its gradients are partial sums over the mesh.
     """
 
     covers_parameters = False
@@ -340,11 +350,11 @@ class _PrepareArgument(Style):
         self.to_local = to_local
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See Style."""
+        """Redistribute the argument in each call of the module."""
         change_argument(module, self.argument, lambda _module, x: self.redistribute(x, mesh))
 
     def redistribute(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The argument that replaces x."""
+        """Redistribute x, a shard of placement `layout`, to `desired`."""
         found = _redistribute(x, mesh, self.layout, self.desired, asynchronous=False)
         return found.to_local(grad_placements=[Partial()]) if self.to_local else found
 
@@ -352,7 +362,7 @@ class _PrepareArgument(Style):
 def _redistribute(
     x: Tensor, mesh: DeviceMesh, layout: Placement, desired: Placement, asynchronous: bool = True
 ) -> DTensor:
-    """x as a DTensor of the desired placement; a plain x is this rank's shard of `layout`."""
+    """Return x as a DTensor of placement `desired`; a plain x is this rank's shard of `layout`."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [layout], run_check=False)
     if layout == desired:
@@ -361,7 +371,7 @@ def _redistribute(
 
 
 def _gather_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """All-gather a module's output over the mesh: (B, T, K / ranks) -> (B, T, K)."""
+    """All-gather a module's K output features over the mesh: (B, T, K / ranks) -> (B, T, K)."""
 
     def gather(_module: nn.Module, _args: tuple, out: Tensor) -> Tensor:
         heads = _redistribute(out, mesh, Shard(out.dim() - 1), Replicate(), asynchronous=False)
@@ -371,7 +381,7 @@ def _gather_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
-    """Pass a module the rank's shard of the replicated arguments `row.split`."""
+    """Shard the replicated arguments at positions `row.split` in each call of a module."""
     assert isinstance(row.inputs, Shard)
     dim, size, rank = row.inputs.dim, mesh.size(), mesh.get_local_rank()
 
@@ -385,13 +395,13 @@ def _shard_arguments(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
 
 
 def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dict[str, int]:
-    """Pad the rows of embeddings and heads with zeros to a multiple, in place.
+    """Append zero rows to embeddings and heads, in place, up to a multiple of `multiple` rows.
 
-    Padding rows are not looked up and are masked in the loss: they stay zero. Checkpoints do not
+    Padding rows are not looked up and are masked in the loss, so they stay zero. Checkpoints do not
     contain them.
 
     Returns:
-        Rows without padding of each padded parameter, by FQN.
+        {FQN of a padded parameter: its number of rows without padding}.
     """
     padded: dict[str, int] = {}
     new: dict[int, nn.Parameter] = {}
@@ -412,10 +422,10 @@ def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dic
 
 
 def settle_outputs(model: nn.Module, compiled: Sequence[str], tp_plan: Plan) -> None:
-    """Wait for the collectives of split modules outside of compiled blocks.
+    """Make split modules outside of compiled blocks wait for their output's collective.
 
-    torch 2.13 silently loses the gradient of a pending output that enters a compiled block; adding
-    zero waits for it. 2.11 does not need it.
+    torch 2.13 silently loses the gradient of a pending output that enters a compiled block. Adding
+    zero to the output waits for the collective. torch 2.11 does not need this.
     """
     modules = present(dict(model.named_modules()))
     for name, rows in tp_plan.rows.items():

@@ -59,6 +59,17 @@ def test_what_cannot_run_is_printed_before_the_first_run(
     assert [len(good["runs"]), len(bad["runs"]), bad["runs"][0]["status"]] == [2, 1, "refused"]
 
 
+def test_a_sweep_of_which_no_point_can_run_prints_reasons_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [QUICKSTART, "parallel.zero=8,9", "--out", str(tmp_path), "--nproc-per-node", "1"]
+    assert main(words) == 1
+    first, second, written = capsys.readouterr().out.splitlines()
+    assert first.startswith("parallel.zero=8: refused: ")
+    assert second.startswith("parallel.zero=9: refused: ")
+    assert written == f"written: {tmp_path / 'bench.json'}"
+
+
 def test_an_error_of_a_point_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +79,17 @@ def test_an_error_of_a_point_is_printed_once(
     monkeypatch.setattr(command, "run_point", run_point)
     assert main([QUICKSTART, "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("train.steps is too few") == 1
+
+
+def test_an_error_of_each_repeat_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_point(*arguments: Any) -> Outcome:
+        return Outcome(arguments[-1], "failed", "out of memory")
+
+    monkeypatch.setattr(command, "run_point", run_point)
+    assert main([QUICKSTART, "--repeat", "3", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("out of memory") == 1
 
 
 @pytest.mark.parametrize(("more", "interval"), [([], NEVER), (["--against", "torchtitan"], 5)])
@@ -82,7 +104,7 @@ def test_a_bench_under_torchrun_is_refused(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(ConfigError, match="start it alone, with --nproc-per-node N"):
+    with pytest.raises(ConfigError, match="start it without torchrun, with --nproc-per-node N"):
         main(words)
 
 

@@ -141,7 +141,9 @@ def test_unequal_runs_have_none(fact: str, line: str, other: str) -> None:
 def test_recompute_of_dtron_counts_its_blocks() -> None:
     own = dtron_facts(outcome(config(recompute={"mode": "full", "every": 2})))
     assert own["recompute"] == "full, every 2"
-    assert unequal(own, {**own, "recompute": "full"}) == ["recompute: full, every 2 against full"]
+    assert unequal(own, {**own, "recompute": "full"}) == [
+        "recompute: full, every 2 in dtron, full in torchtitan"
+    ]
 
 
 def test_windows_are_whole() -> None:
@@ -185,8 +187,8 @@ def test_arguments_say_the_same_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model": {"name": "llama", "size": "debug"}}, "llama debug"),
-        ({"model": {"name": "gpt", "size": "debug"}}, "gpt debug"),
+        ({"model": {"name": "llama", "size": "debug"}}, "'llama' with model.size = 'debug'"),
+        ({"model": {"name": "gpt", "size": "debug"}}, "'gpt' with model.size = 'debug'"),
         ({"model": {"name": "llama", "size": "8b", "override": {"n_layers": 2}}}, "n_layers"),
         ({"data": {"mask_documents": True}}, "mask_documents"),
         ({"parallel": {"reduce_dtype": "bfloat16"}}, "reduce_dtype"),

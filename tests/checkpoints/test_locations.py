@@ -74,9 +74,9 @@ TILINGS: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]
     ((4, 6), [((0, 0), (3, 6))], "lacks 6"),
     ((4, 6), [((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap, at [2, 0]"),
     ((4, 6), [((0, 0), (2, 4)), ((2, 2), (2, 4)), ((1, 3), (2, 1))], "overlap"),
-    ((4, 6), [((0, 0), (4, 7))], "not inside"),
-    ((4, 6), [((-1, 0), (5, 6))], "not inside"),
-    ((4, 6), [((0,), (24,))], "not inside"),
+    ((4, 6), [((0, 0), (4, 7))], "outside of it"),
+    ((4, 6), [((-1, 0), (5, 6))], "outside of it"),
+    ((4, 6), [((0,), (24,))], "outside of it"),
 ]
 
 
@@ -387,8 +387,8 @@ def test_a_resumed_run_that_cannot_write_its_checkpoints_is_refused_at_the_start
     with pytest.raises(ConfigError) as error:
         preflight(tiny(run, train__steps=3, checkpoint__resume="latest"), Place(0, 0, 1))
     assert str(error.value) == (
-        f"{folder} cannot be written, where this run's checkpoints are; make it writable, or "
-        f"continue elsewhere with another run.dir and checkpoint.resume={folder}/step-2"
+        f"{folder}, which has this run's checkpoints, cannot be written; make it writable, or "
+        f"continue in another folder: set another run.dir and checkpoint.resume={folder}/step-2"
     )
     finished = tiny(run, train__steps=2, checkpoint__resume="latest")
     assert preflight(finished, Place(0, 0, 1)).resume.is_finished(2)  # which writes none
@@ -731,7 +731,9 @@ def test_a_fast_folder_of_another_user_is_refused(
     checkpoint_locations(config)
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(ConfigError, match=r"checkpoint\.fast_dir: .* folder of this user"):
+        with pytest.raises(
+            ConfigError, match=r"checkpoint\.fast_dir: .* is a folder of user 0, not of this"
+        ):
             checkpoint_locations(config)
     folder.rmdir()
     folder.symlink_to(tmp_path)

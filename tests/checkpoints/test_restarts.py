@@ -13,18 +13,18 @@ from tests.training.test_trainer import fit, losses, tiny
 
 
 def test_killed_ranks_are_restarted_from_the_newest_good_checkpoint(tmp_path: Path) -> None:
-    """Four ranks; one is killed after a step, then one inside a save, then the run ends."""
+    """Two ranks; one is killed after a step, then one inside a save, then the run ends."""
     changes = {"train__steps": 8, "train__micro_batch": 1, "checkpoint__interval": 2}
-    run_ranks(4, fit, tiny(tmp_path / "whole", **changes))
+    run_ranks(2, fit, tiny(tmp_path / "whole", **changes))
     config = tiny(
         tmp_path / "run", checkpoint__mode="async", checkpoint__resume="latest", **changes
     )
     (tmp_path / "config.toml").write_text(config.to_toml())
-    deaths = [[1, 3, "step"], [2, 6, "save"]]
+    deaths = [[1, 3, "step"], [1, 6, "save"]]
     options = ("--max-restarts", 3, "--monitor-interval", 0.1)
     script = ROOT / "tests/checkpoints/mortal.py"
     done = subprocess.run(
-        torchrun(4, *options, script, tmp_path / "config.toml", json.dumps(deaths)),
+        torchrun(2, *options, script, tmp_path / "config.toml", json.dumps(deaths)),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,

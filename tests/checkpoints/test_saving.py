@@ -275,7 +275,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     changes |= {"checkpoint__mode": "async"}
     run_ranks(2, fit, tiny(tmp_path / "whole"))
     found = run_ranks(2, fit_with_full_disk, tiny(run, checkpoint__interval=2, **changes), 4, 1)
-    assert any("training goes on without it" in message for message in found[0])
+    assert any("training continues without this save" in message for message in found[0])
     assert steps(run) == [2, 6]
     assert losses(run) == losses(tmp_path / "whole")
     assert same_checkpoint(run / "checkpoints/step-6", tmp_path / "whole/checkpoints/step-6")
@@ -309,7 +309,7 @@ def test_nothing_is_written_below_a_folder_that_is_unmounted(
     logging.getLogger("dtron").addFilter(lambda r: messages.append(r.getMessage()) or True)
     trainer.fit()
     assert steps(run) == [2, 6]
-    assert any(f"is no longer mounted at {run}; training goes on" in text for text in messages)
+    assert any(f"is no longer mounted at {run}; training continues" in text for text in messages)
     assert [row["step"] for row in rows(run)] == list(range(1, 7))
 
 

@@ -106,9 +106,9 @@ def test_experts_see_the_same_ranks() -> None:
         ("compile.backend=none", "'inductor' or 'aot_eager'"),
         (
             "run.dir=s3://b/run",
-            "run.dir = 's3://b/run': not a folder but a URL; use a folder, and ",
+            "run.dir = 's3://b/run': not a folder but a URL; use a folder (only ",
         ),
-        ("data.cache_dir=gs://b", "checkpoint.dir, which takes URLs"),
+        ("data.cache_dir=gs://b", "(only checkpoint.dir takes URLs, for"),
         ("run.dir=$HOME/run", "run.dir = '$HOME/run': environment variables are not expanded"),
         ("checkpoint.dir=s3://${B}/run", "environment variables are not expanded; write the whole"),
         ("data.cache_dir=/x/$USER", "environment variables are not expanded"),
@@ -193,6 +193,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
         ("recompute.first=2", "no effect"),
+        ('recompute.modules=["ffn"]', "no effect"),
         ("data.source=hf", "data.hf_path"),
         ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),
         ("compile.backend=aot_eager", "compile.enable"),
@@ -205,6 +206,44 @@ def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str)
     with pytest.raises(ConfigError) as error:
         resolve(config, 2)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["data.text_key=body", "data.max_document_mb=1"])
+def test_a_prepared_corpus_has_its_texts(tmp_path: Path, key: str) -> None:
+    """Keys of reading texts would have no effect."""
+    words = ["train.micro_batch=2", "train.global_batch=8", "data.source=prepared", key]
+    with pytest.raises(ConfigError, match=f"{key.partition('=')[0]} = .* has no effect"):
+        resolve(load(tmp_path, "", *words), 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "paths", "message"),
+    [
+        ("fetch_ahead=2", "a", "data.fetch_ahead = 2 has no effect"),
+        ("store_seconds=9", "a", "data.store_seconds = 9 has no effect"),
+        ("store_seconds=600", "s3://a", "data.store_seconds = 600 is more than half of parallel."),
+    ],
+)
+def test_keys_of_a_store(tmp_path: Path, key: str, paths: str, message: str) -> None:
+    words = ["train.micro_batch=2", "train.global_batch=8", "data.source=prepared", f"data.{key}"]
+    with pytest.raises(ConfigError) as error:
+        resolve(load(tmp_path, "", *words, f'data.paths=["{paths}"]'), 2)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ('["ffn"]', "recompute.modules with parallel.async_tp"),
+        ('[""]', "at least 1"),
+        ('["attn", "ffn", "attn"]', "names a module twice"),
+    ],
+)
+def test_modules_that_recompute(tmp_path: Path, modules: str, message: str) -> None:
+    """Not with async TP, and each by its name, once."""
+    words = ["recompute.mode=full", f"recompute.modules={modules}", "parallel.tp=2"]
+    with pytest.raises(ConfigError, match=message):
+        resolve(load(tmp_path, "", *words, "parallel.async_tp=true"), 2)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +404,7 @@ def test_the_config_of_a_moved_run_names_its_directory(tmp_path: Path) -> None:
     file, old = folder / "config.toml", str(tmp_path / "old")
     check_not_moved(file, old, [])  # a file of that name that no run has written
     (folder / "run.json").touch()
-    with pytest.raises(ConfigError, match=f"add run.dir={folder} to continue there, or run.dir="):
+    with pytest.raises(ConfigError, match=f"add run.dir={folder} to resume that run, or run.dir="):
         check_not_moved(file, old, ["train.steps=3"])
     check_not_moved(file, old, ["run.dir=new"])
     check_not_moved(file, f"{folder}/../moved", [])
@@ -389,10 +428,10 @@ TEXT: Any = "run.toml"
             lambda file: RunConfig.load(file, TABLES),
             "is not a list; write RunConfig.load(FILE, ['train.steps=2'])",
         ),
-        (lambda file: RunConfig.of(TEXT), "read a file by RunConfig.load(FILE)"),
+        (lambda file: RunConfig.of(TEXT), "read a file with RunConfig.load(FILE)"),
         (
             lambda file: setattr(RunConfig.load(file).train, "steps", 3),
-            "train.steps = 3: a config cannot be changed; make another one, such as "
+            "train.steps = 3: a config cannot be changed; make a new config, such as "
             "RunConfig.load(FILE, ['train.steps=3'])",
         ),
         (lambda file: Trainer(TEXT), "not 'run.toml'; write Trainer(RunConfig.load(FILE))"),
@@ -436,7 +475,7 @@ def test_wrong_command_lines_say_what_to_write(
 def test_an_unknown_command_lists_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert commands(words) == 1
     shown = capsys.readouterr().err
-    assert "train, plan, bench, convert" in shown
+    assert "train, plan, data, bench, convert" in shown
     assert ("dtron train --config" in shown) == (words[0] == "--config")
 
 

@@ -10,9 +10,9 @@ import pytest
 from dtron.config import Data
 from dtron.data import Packed, TrainingSource, open_data
 from dtron.data.best_fit_packing import PACKERS, best_fit
-from dtron.data.documents import files_corpus
+from dtron.data.corpus.documents import Reading, files_corpus
 from dtron.data.packing import IGNORE
-from dtron.data.shuffle import split
+from tests.data.held_out import split
 
 MakeData = Callable[..., Data]
 Piece = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the label of each
@@ -60,7 +60,7 @@ def pieces_of(packed: Packed) -> Iterator[Piece]:
 
 
 def training_texts(texts: list[str], fraction: float, held_out: bool = False) -> list[str]:
-    return [texts[i] for i in split(len(texts), fraction)[held_out]]
+    return [texts[i] for i in split(texts, fraction)[held_out]]
 
 
 def sequences_of(source: TrainingSource) -> int:
@@ -183,7 +183,8 @@ def test_best_fit_is_that_of_one_piece_after_the_other(name: str) -> None:
 def test_waste_on_the_embedded_corpus_is_near_the_bound(seq_len: int) -> None:
     """No packing needs fewer sequences than all tokens fill, or than there are pieces of more than
     half a sequence."""
-    lengths = np.array([len(text.encode()) + 1 for text in files_corpus(Data()).texts()])
+    texts = files_corpus(Data()).documents(Reading(Data()))
+    lengths = np.array([len(text.encode()) + 1 for text in texts])
     whole, rests = lengths // seq_len, lengths % seq_len
     pieces = np.concatenate([np.full(whole.sum(), seq_len), rests[rests > 0]])
     needed = max(-(-lengths.sum() // seq_len), np.count_nonzero(pieces > seq_len // 2))

@@ -9,8 +9,9 @@ import pytest
 from dtron.config import Data
 from dtron.data import Packed, TrainingSource, ValidationSource, open_data
 from dtron.data.packing import IGNORE
-from dtron.data.shuffle import copies_of, hash64, shuffle, split
+from dtron.data.shuffle import hash64, shuffle
 from dtron.errors import DataError
+from tests.data.held_out import split
 
 MakeData = Callable[..., Data]
 EOS = 256
@@ -21,7 +22,7 @@ def tokens_of(texts: list[str]) -> list[tuple[int, ...]]:
 
 
 def held_out(texts: list[str], fraction: float) -> list[tuple[int, ...]]:
-    return [tokens_of(texts)[i] for i in split(len(texts), fraction)[1]]
+    return [tokens_of(texts)[i] for i in split(texts, fraction)[1]]
 
 
 def opened(data: Data, seq_len: int, seed: int = 0) -> tuple[TrainingSource, ValidationSource]:
@@ -187,23 +188,6 @@ def test_a_single_document_is_trained_on(
     assert "too few different documents" in caplog.text
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1e-9, 0.02, 0.5, 0.999999])
-@pytest.mark.parametrize("n", [1, 2, 3, 1000])
-def test_split_is_disjoint_complete_and_never_empty(n: int, fraction: float) -> None:
-    train, out = split(n, fraction)
-    assert sorted([*train, *out]) == list(range(n))
-    assert len(train) >= 1
-    assert (len(out) >= 1) == (fraction > 0 and n >= 2)
-
-
-def test_split_is_stable_and_of_the_size_asked_for() -> None:
-    out = split(100_000, 0.02)[1]
-    assert 1800 < len(out) < 2200
-    smaller = split(50_000, 0.02)[1]
-    assert out[: len(smaller)].tolist() == smaller.tolist()  # documents added at the end move none
-    assert split(1000, 0.01)[1].tolist()[:3] == [196, 295, 472]  # fixed for ever
-
-
 def test_hash_is_splitmix64() -> None:
     states = np.array([0, 0x9E3779B97F4A7C15], np.uint64)  # of the generator seeded with 0
     assert hash64(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
@@ -214,30 +198,3 @@ def test_shuffle_is_a_stable_permutation() -> None:
     order = shuffle(documents, seed=1, epoch=2)
     assert sorted(order.tolist()) == documents.tolist()
     assert order[:4].tolist() == [647, 210, 759, 720]  # fixed for ever
-
-
-@pytest.mark.parametrize("n", [2, 20, 1000])
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.9])
-def test_copies_are_on_the_side_of_the_first(n: int, fraction: float) -> None:
-    """A corpus that is there twice: the documents of the first half are split as without the
-    second."""
-    contents = np.tile(np.arange(n), 2)
-    copies = copies_of(contents)
-    assert copies.tolist() == [[n + i, i] for i in range(n)]
-    train, out = split(2 * n, fraction, copies)
-    assert not set(contents[train]) & set(contents[out])
-    assert len(train) + len(out) == 2 * n
-    once = split(n, fraction)
-    assert train.tolist() == [*once[0], *(once[0] + n)]
-    assert out.tolist() == [*once[1], *(once[1] + n)]
-
-
-def test_one_document_many_times_is_trained_on() -> None:
-    train, out = split(5, 0.5, copies_of(np.zeros(5)))
-    assert (len(train), len(out)) == (5, 0)
-
-
-def test_documents_without_copies_are_split_as_ever() -> None:
-    copies = copies_of(np.random.default_rng(0).permutation(500))
-    assert not len(copies)
-    assert split(500, 0.1, copies)[1].tolist() == split(500, 0.1)[1].tolist()

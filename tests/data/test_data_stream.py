@@ -1,5 +1,6 @@
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +8,14 @@ import torch
 
 from dtron.data import Batch, Loader, TrainingSource
 from dtron.data.packing import Packed
-from dtron.data.stream import START, StreamedDocuments, StreamedPieces, held_out_texts
+from dtron.data.stream import (
+    START,
+    StreamedDocuments,
+    StreamedPieces,
+    Substreams,
+    held_out_texts,
+    merged,
+)
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
 
@@ -18,6 +26,7 @@ class ListStream:
     """Documents of a list; the state is how many have been read."""
 
     name = "a list"
+    holds_out = True
 
     def __init__(self, texts: list[str], n_documents: int | None = None) -> None:
         self.texts, self.n_documents = texts, n_documents
@@ -206,6 +215,91 @@ def test_every_layout_reads_the_same_and_resumes(
         rank.load_state_dict(states[0])
     for _ in range(5):
         assert global_step(resumed).tolist() == global_step(reference).tolist()
+
+
+# -- substreams -----------------------------------------------------------------------------
+
+
+class PartOfStream(ListStream):
+    """The documents of some files."""
+
+    holds_out = False
+
+
+def divided(texts: list[str], packing: str, n: int, n_held_out: int = 2) -> Substreams:
+    """A stream of six files, in n substreams."""
+    files = [texts[i::6] * 3 for i in range(6)]
+
+    def make(j: int, n: int) -> TrainingSource:
+        mine = [text for file in files[j::n] for text in file]
+        stream = PartOfStream(mine) if n > 1 else ListStream(texts[:n_held_out] + mine)
+        if packing == "cut":
+            return StreamedDocuments(stream, ByteTokenizer(), **keys)
+        return StreamedPieces(stream, ByteTokenizer(), packing=packing, **keys)
+
+    keys: Any = {"seq_len": 32, "mask_documents": False, "held_out": texts[:n_held_out]}
+    return Substreams(make, n)
+
+
+def loaders_of(make: Callable[[], TrainingSource], dp_size: int, micro_batch: int) -> list[Loader]:
+    settings = {"global_batch": 12, "micro_batch": micro_batch, "dp_size": dp_size}
+    return [Loader(make(), dp_rank=rank, **settings) for rank in range(dp_size)]
+
+
+@pytest.mark.parametrize("packing", ["cut", "best_fit", "pad"])
+@pytest.mark.parametrize(("dp_size", "micro_batch"), [(2, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("n", [1, 6, 4])
+def test_substreams_are_the_same_in_every_layout_and_resume_in_any(
+    texts: list[str], packing: str, dp_size: int, micro_batch: int, n: int
+) -> None:
+    def make() -> Substreams:
+        return divided(texts, packing, n)
+
+    reference, ranks = loaders_of(make, 1, 12), loaders_of(make, dp_size, micro_batch)
+    for _ in range(9):
+        assert global_step(ranks).tolist() == global_step(reference).tolist()
+    state = merged([rank.state_dict() for rank in ranks])
+    assert state == reference[0].state_dict()
+    resumed = loaders_of(make, 12, 1)
+    for rank in resumed:
+        rank.load_state_dict(state)
+    assert merged([rank.state_dict() for rank in resumed]) == state
+    for _ in range(3):
+        assert global_step(resumed).tolist() == global_step(reference).tolist()
+
+
+def test_a_rank_reads_its_own_substreams_alone(texts: list[str]) -> None:
+    ranks = loaders_of(lambda: divided(texts, "cut", 6), 6, 2)
+    for rank in ranks:
+        rank.step()
+    opened = [sorted(rank._source._opened) for rank in ranks]  # type: ignore[attr-defined]
+    assert opened == [[0, 1], [2, 3], [4, 5]] * 2
+
+
+def test_held_out_documents_are_in_no_substream(texts: list[str]) -> None:
+    source = divided(texts, "pad", 6, n_held_out=4)
+    found = {bytes(source.sequence(k).tokens.astype(np.uint8)) for k in range(120)}
+    assert not any(text[:31].encode() in each for each in found for text in texts[:4])
+
+
+def test_a_checkpoint_of_an_undivided_stream_goes_on_undivided(texts: list[str]) -> None:
+    """As those from before streams were divided."""
+    whole, source = divided(texts, "cut", 1), divided(texts, "cut", 1)
+    for k in range(7):
+        whole.sequence(k)
+    old = whole._opened[0].state(7)
+    assert "stream" in old
+    source.seek(7, old)
+    for k in range(7, 20):
+        assert_equal(source.sequence(k), whole.sequence(k))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_another_number_of_substreams_is_refused(texts: list[str], n: int) -> None:
+    source = divided(texts, "cut", n)
+    source.sequence(0)
+    with pytest.raises(DataError, match=f"data.substreams = 6, but .* was written with {n}"):
+        divided(texts, "cut", 6).seek(1, source.state(1))
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["abc", "def"]])

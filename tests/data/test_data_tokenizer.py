@@ -159,7 +159,7 @@ def test_an_export_takes_the_tokenizer_that_the_run_was_trained_with(
     with pytest.raises(CheckpointError, match="is no longer the tokenizer that the run was"):
         trained_tokenizer(checkpoint)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"No such file.*; or name it by --tokenizer FOLDER"):
+    with pytest.raises(CheckpointError, match=r"No such file.*; or name its folder with --tok"):
         trained_tokenizer(checkpoint)
 
 
@@ -175,5 +175,5 @@ def test_converts_tokenizer_is_a_folder_that_has_one(bpe: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf")])
 def test_converts_file_size_is_positive(size: float) -> None:
-    with pytest.raises(ConfigError, match="is not a file size in GB; use one such as 5"):
+    with pytest.raises(ConfigError, match="is not a positive number of GB; use a size such as 5"):
         to_hf_from(argparse.Namespace(file_gb=size, checkpoint="nowhere"))

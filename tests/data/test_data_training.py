@@ -11,7 +11,8 @@ import tokenizers
 
 from dtron.checkpoint.directory import read_metadata, write_metadata
 from dtron.config import RunConfig
-from dtron.data import cache, open_data, sources
+from dtron.data import open_data, sources
+from dtron.data.corpus import tokenize
 from dtron.errors import ConfigError, DataError
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
@@ -115,13 +116,13 @@ def test_another_tokenizer_is_refused_on_resuming(tmp_path: Path, corpus: dict) 
 def test_files_that_change_while_they_are_tokenized_are_refused(
     tmp_path: Path, corpus: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, encode = Path(corpus["data__paths"][0]), cache.encode_documents
+    path, encode = Path(corpus["data__paths"][0]), tokenize.encode_documents
 
     def grows(*given: Any) -> list[list[int]]:
         path.write_text(path.read_text() * 2)
         return encode(*given)
 
-    monkeypatch.setattr(cache, "encode_documents", grows)
+    monkeypatch.setattr(tokenize, "encode_documents", grows)
     config = tiny(tmp_path / "run", data__cache_dir=str(tmp_path / "cache"), **corpus)
     with pytest.raises(DataError, match="changed while it was tokenized"):
         preflight(config, PLACE)
@@ -159,37 +160,18 @@ def test_a_path_given_twice_leaks_no_held_out_document(
     assert "more than once" not in messages[1]
 
 
-def test_a_checkpoint_with_copies_split_by_position_is_refused(
-    tmp_path: Path, corpus: dict
-) -> None:
-    """Of an earlier version, which wrote nothing of it; one without copies goes on."""
+def test_a_checkpoint_of_the_earlier_order_is_refused(tmp_path: Path, corpus: dict) -> None:
+    """Which held out documents by their position."""
     run_dir = tmp_path / "run"
-    corpus["data__paths"] *= 2
-    run_ranks(1, fit, tiny(run_dir, train__steps=1, data__validation_fraction=0.2, **corpus))
+    run_ranks(1, fit, tiny(run_dir, train__steps=1, **corpus))
     checkpoint = run_dir / "checkpoints/step-1"
     metadata = read_metadata(checkpoint)
-    assert metadata.data["split"] == "content"
-    resume = tiny(
-        run_dir,
-        checkpoint__resume="latest",
-        train__steps=2,
-        data__validation_fraction=0.2,
-        **corpus,
-    )
+    assert metadata.data["order"] == "groups-1"
+    resume = tiny(run_dir, checkpoint__resume="latest", train__steps=2, **corpus)
     preflight(resume, PLACE)
-    data = {key: value for key, value in metadata.data.items() if key != "split"}
+    data = {key: value for key, value in metadata.data.items() if key != "order"}
     write_metadata(checkpoint, dataclasses.replace(metadata, data=data))
-    with pytest.raises(ConfigError, match="by their position, this dtron by their content"):
+    with pytest.raises(ConfigError, match=r"earlier version of dtron.*allow_data_change=true"):
         preflight(resume, PLACE)
     options = resume.checkpoint.model_copy(update={"allow_data_change": True})
     preflight(resume.model_copy(update={"checkpoint": options}), PLACE)
-
-
-def test_a_checkpoint_without_copies_goes_on_whatever_wrote_it(
-    tmp_path: Path, texts: list[str]
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = tiny(tmp_path / "run", data__paths=[str(path)], data__validation_fraction=0.2)
-    found = preflight(config, PLACE)
-    assert found.data.identity.keys() == {"content", "tokenizer"}

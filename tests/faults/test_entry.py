@@ -247,7 +247,7 @@ def test_survivors_of_a_kill_end_as_soon_as_torchrun_stops_them(tmp_path: Path) 
     finally:
         launcher.terminate()
         launcher.wait(60)
-    found = re.search(r"([\d.]+) s until they were started again", log.read_text())
+    found = re.search(r"([\d.]+) s until the restart", log.read_text())
     assert found, log.read_text()
     assert float(found[1]) < 5, "the survivor has waited"
 

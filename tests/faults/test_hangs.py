@@ -47,7 +47,7 @@ def test_a_hang_is_reported_with_rank_collective_and_module(tmp_path: Path) -> N
     assert "hang: step 3 has not ended for" in text
     assert "hang: ranks 0, 1, 3 wait in a collective" in text
     assert "hang: rank 2 is in sleep_in_a_step.<locals>" in text
-    assert "module blocks.1.attn and is waited for" in text
+    assert "module blocks.1.attn; ranks wait for it" in text
     of_rank_3 = next(line for line in text.splitlines() if "rank 3 waits in" in line)
     assert "module blocks.1" in of_rank_3
     assert "over tp" in of_rank_3
@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_a_dead_one_end_soon_after_the_signal(tmp_path: Path
     assert finish(processes) == [EXIT_HUNG, -signal.SIGKILL, EXIT_HUNG]
     assert time.monotonic() - begun < 30
     text = output(tmp_path / "ranks")
-    assert "rank 2: another rank is gone, and this one has not ended for 2 seconds" in text
+    assert "rank 2: another rank has died, and this rank did not end in 2 seconds" in text
 
 
 STOPPED = """
@@ -186,7 +186,7 @@ def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, wher
     process.communicate()
     text = "".join(lines)
     others = [str(each) for each in range(3) if each != rank]
-    assert f"hang: no report of ranks {rank}: " in lines[-1]
+    assert f"hang: no report from ranks {rank}: " in lines[-1]
     assert f"hang: ranks {', '.join(others)} wait in a collective" in text
     phase = "rendezvous" if where == "rendezvous" else "start"
     assert f"hang: the {phase} has not ended for" in text

@@ -268,7 +268,7 @@ def test_a_full_disk(run: Run, wanted: Wanted, tmp_path: Path, mode: str) -> Non
         run.start(checkpoint__on_error="continue", checkpoint__mode=mode)
         run.reach(10)
         filler = fill(run.dir)
-        until(lambda: "goes on without it" in run.hosts.logged(), 120, "no failed save")
+        until(lambda: "continues without this save" in run.hosts.logged(), 120, "no failed save")
         filler.unlink()
         run.ends_as(wanted)
         assert (run.dir / "checkpoints/latest").read_text() == f"step-{STEPS}\n"

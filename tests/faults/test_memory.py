@@ -56,7 +56,7 @@ def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -
     assert len(ours) == 1, ours
     assert re.match(
         f"error: out of memory on rank [{ranks}], step 4, in blocks.1.ffn: 1048576.0 GiB were "
-        r"requested, with \d+ MiB in use \(at most \d+ MiB\) and .* free on this machine; no "
+        r"requested, with \d+ MiB in use \(peak \d+ MiB\) and .* free on this machine; no "
         "cheaper setting fits on 2 ranks",
         ours[0],
     )

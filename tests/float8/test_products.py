@@ -93,7 +93,7 @@ def test_any_number_of_tokens_has_an_output(name: str) -> None:
     [
         ("tensorwise", (9, 0), torch.bfloat16, ""),
         ("tensorwise", (8, 0), torch.bfloat16, "a GPU has no float8 instructions"),
-        ("rowwise", (9, 0), torch.float32, "the kernels give bfloat16, not float32"),
+        ("rowwise", (9, 0), torch.float32, "the kernels return bfloat16, not float32"),
         ("blockwise", (9, 0), torch.bfloat16, ""),
         ("blockwise", (10, 0), torch.bfloat16, "blockwise has no kernel for a GPU"),
         ("mxfp8", (10, 0), torch.bfloat16, "mxfp8 has no kernel for a GPU"),
@@ -120,6 +120,8 @@ def test_blocks_that_do_not_divide_a_layer_are_emulated(monkeypatch: pytest.Monk
     assert why_emulated(*given, [(256, 128, 384), (256, 128, 192)]).endswith("256 x 128 x 192")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     assert why_emulated(*given, []).endswith("torch was built with 12.6")
+    monkeypatch.setattr("torch.version.cuda", None)  # as a build for ROCm has it
+    assert why_emulated(*given, []).endswith("torch was built without CUDA")
 
 
 def test_scales_lie_as_the_kernel_reads_them() -> None:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from dtron.errors import ConfigError
 from dtron.float8 import RECIPES, Float8Linear, ScaleGroups, convert, layer_names
-from dtron.float8.casting import SMALLEST, dequantize, quantize
+from dtron.float8.casting import dequantize, quantize
 from dtron.float8.convert import Choice
 from dtron.float8.recipes import E4M3, E5M2, Cast
+from dtron.kernels.float8 import SMALLEST
 
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -139,11 +140,11 @@ def test_layers_are_chosen_by_pattern_block_and_size() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (Choice("blocks.*", ("blocks.*.down",)), "matches no linear layer; names are such as"),
+        (Choice("blocks.*", ("blocks.*.down",)), "matches no linear layer; use names such as"),
         (Choice("blocks.*", skip=("up",)), "float8.skip: pattern 'up' matches no linear layer"),
         (Choice("blocks.*", ("blocks.*.odd",)), "blocks.0.odd is 40 x 32, and float8 needs"),
         (Choice("blocks.*", skip=("blocks.*.*",)), "float8.filter leaves no layer"),
-        (Choice("blocks.*", skip_first=2, skip_last=2), "leave none of the model's 4 blocks"),
+        (Choice("blocks.*", skip_first=2, skip_last=2), "skip all 4 blocks of the model"),
     ],
 )
 def test_choices_that_match_nothing_are_refused(choice: Choice, message: str) -> None:

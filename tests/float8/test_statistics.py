@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.float8 import RECIPES
 from dtron.float8.compare import compare, draw, main
@@ -38,13 +39,19 @@ def test_nothing_saturates_by_its_own_scale(name: str) -> None:
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager", "parallel__tp": 2}
 
 
+def fit_both(*configs: RunConfig) -> None:
+    """In the same ranks, in which DTensor knows its shardings by then."""
+    for config in configs:
+        fit(config)
+
+
 @pytest.mark.parametrize("settings", [{"parallel__pp": 2}, COMPILED])
 def test_steps_that_report_name_every_layer(tmp_path: Path, settings: dict) -> None:
     """And change nothing: the other steps' losses are those of a run without reports."""
     common = {"float8__recipe": "tensorwise", "train__steps": 4, "model__override__ffn_dim": 64}
     common |= {"model__override__head_dim": 16, **settings}
-    run_ranks(2, fit, tiny(tmp_path / "with", **common, float8__report_interval=2))
-    run_ranks(2, fit, tiny(tmp_path / "without", **common))
+    without = tiny(tmp_path / "without", **common)
+    run_ranks(2, fit_both, without, tiny(tmp_path / "with", **common, float8__report_interval=2))
     messages, plain = rows(tmp_path / "with"), rows(tmp_path / "without")
     assert [row["loss"] for row in messages] == [row["loss"] for row in plain]
     layers = json.loads((tmp_path / "with" / "run.json").read_text())["float8"]["layers"]

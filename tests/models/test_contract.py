@@ -102,9 +102,9 @@ class Narrow(Mine):
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"name": "other"}, 'its name is "other"; use ModelSpec("mine", ...)'),
+    ({"name": "other"}, 'name = "other" differs from its key; use ModelSpec("mine", ...)'),
     ({"reads": None}, "reads is not set; name the fields of DecoderConfig"),
-    ({"reads": {"dim", "width"}}, "reads has width, which are not fields of DecoderConfig"),
+    ({"reads": {"dim", "width"}}, "reads has unknown names, width; use fields of DecoderConfig"),
     ({"build": lambda config, backend: 3}, "build returns a int; return an nn.Module"),
     ({"build": without("norm")}, "no module norm, which ModelSpec.head names; the model has embed"),
     ({"build": without("embed")}, "no module embed, which ModelSpec.embedding names"),

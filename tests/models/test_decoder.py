@@ -113,7 +113,7 @@ def test_grouped_queries_equal_repeated_heads(backend, kv_heads):
 
 def test_learned_positions_have_an_end():
     model = initialized("gpt", small_config("gpt", max_seq_len=16))
-    with pytest.raises(ConfigError, match=r"24 tokens exceed .*max_seq_len = 16"):
+    with pytest.raises(ConfigError, match=r"max_seq_len = 16 is less than .* of 24 tokens; use 24"):
         model(tokens())
 
 

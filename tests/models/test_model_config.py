@@ -105,7 +105,7 @@ def test_what_draws_random_numbers():
             "gpt",
             "debug",
             {"rope_scaling": "yarn", "rope_scaling_factor": 4.0},
-            'rope_scaling = "yarn" has no effect without rope positions; use "llama3"',
+            'rope_scaling = "yarn" has no effect without positions = "rope"; use "llama3"',
         ),
         (
             "llama",
@@ -123,13 +123,13 @@ def test_what_draws_random_numbers():
             "llama",
             "8b",
             {"rope_scaling": "yarn", "rope_beta_slow": 32.0},
-            "rope_beta_fast = 32.0 is not above rope_beta_slow = 32.0; YaRN has 32 and 1",
+            "rope_beta_fast = 32.0 is not above rope_beta_slow = 32.0; use 32.0 and 1.0",
         ),
         (
             "llama",
             "8b",
             {"rope_scaling": "yarn", "rope_theta": 1.0},
-            "rope_theta = 1.0 has no logarithm above 0",
+            "rope_theta = 1.0 is not above 1, but rope_scaling",
         ),
     ],
 )

@@ -35,8 +35,10 @@ from torch import Tensor, nn
 
 from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recompute, RunConfig, Train
 from dtron.data import Batch, TrainingSource
+from dtron.data.best_fit_packing import PackedGroups, count_sequences
+from dtron.data.document_index import DocumentIndex, Documents, documents_of
 from dtron.data.loader import stacked
-from dtron.data.sources import TokenizedDocuments
+from dtron.data.packing import CutDocuments, Shuffled
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
@@ -261,6 +263,7 @@ def rows_of(case: Case) -> dict[str, set[str]]:
         "dispatcher": {parallel.dispatcher} if parallel.ep > 1 else set(),
         "recipe": {case.float8.recipe},
         "recompute": {case.recompute.mode},
+        "recompute.modules": set(case.recompute.modules),
         "packing": {case.packing},
         "optimizer": {case.optimizer},
     }
@@ -346,10 +349,24 @@ def packed_documents(packing: str, masked: bool, seq_len: int, vocabulary: int) 
     offsets = np.concatenate([[0], lengths.cumsum()])
     tokens = np.random.default_rng(SEED).integers(1, vocabulary, offsets[-1])
     tokens[offsets[1:] - 1] = 0
-    data = Data.model_validate({"packing": packing, "mask_documents": masked})
-    return TokenizedDocuments(data, tokens, offsets, seq_len, 0).training(
-        np.arange(len(lengths)), SEED
-    )
+    index = DocumentsInMemory(documents_of(offsets))
+    settings = {"seq_len": seq_len, "mask_documents": masked}
+    if packing == "cut":
+        return Shuffled(CutDocuments(tokens, index, **settings), SEED)
+    counts = count_sequences(index, seq_len, packing)
+    plan = PackedGroups(tokens, index, counts, packing=packing, eos_id=0, **settings)
+    return Shuffled(plan, SEED)
+
+
+class DocumentsInMemory(DocumentIndex):
+    """The index of one group of documents, without a file."""
+
+    def __init__(self, documents: Documents) -> None:
+        super().__init__(Path("nowhere"), np.array([[len(documents), documents.tokens], [0, 0]]))
+        self._documents = documents
+
+    def group(self, number: int) -> Documents:
+        return self._documents
 
 
 def shallow(case: Case) -> Case:

@@ -127,7 +127,7 @@ def refused_without_blocks() -> str:
 
 
 def test_recompute_without_blocks_is_refused() -> None:
-    assert "name their pattern" in run_ranks(1, refused_without_blocks)[0]
+    assert "use blocks=PATTERN, such as" in run_ranks(1, refused_without_blocks)[0]
 
 
 def dtypes_of_compute(replicas: int) -> set[torch.dtype]:

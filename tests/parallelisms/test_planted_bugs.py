@@ -22,7 +22,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dtron.config import Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
-from dtron.float8 import casting, delayed, weight_gradient
+from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.parallelisms import apply, gradients
@@ -32,7 +32,7 @@ from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.blocks import Blocks
 from dtron.parallelisms.context.halo import HaloBlocks
 from dtron.parallelisms.context.ring import RingBlocks
-from dtron.parallelisms.expert import expert_parallel as expert
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
@@ -286,7 +286,7 @@ def micro_batches_exchanged() -> None:
 
 def scales_of_ones_own() -> None:
     """Ranks that hold parts of a tensor each scale by their own part."""
-    casting.shared = lambda amax, _groups: amax
+    scales.shared = lambda amax, _groups: amax
 
 
 def block_scales_of_ones_own() -> None:
@@ -308,13 +308,13 @@ def token_scales_of_ones_own() -> None:
 
 def gradient_scales_of_ones_own() -> None:
     """The same in the backward alone, whose I is the last that ranks do together."""
-    shared = casting.shared
+    shared = scales.shared
 
     def share(amax: Tensor, groups: Sequence[str]) -> Tensor:
         # autograd numbers the backward that is running; -1: none is
         return amax if torch._C._current_graph_task_id() >= 0 else shared(amax, groups)
 
-    casting.shared = share
+    scales.shared = share
 
 
 def queued_float8_matmul_dropped() -> None:
@@ -366,18 +366,18 @@ def expert_gradients_averaged() -> None:
 
 def expert_inputs_without_gradient() -> None:
     """Gradients of rows do not travel back to the ranks that sent them."""
-    issue, calls = expert.AllToAll._issue, itertools.count()
+    issue, calls = AllToAll._issue, itertools.count()
 
     def once(self: Any, rows: Tensor, exchange: Any) -> Tensor:
         there = next(calls) % 2 == 0
         return issue(self, rows.detach().requires_grad_() if there else rows, exchange)
 
-    expert.AllToAll._issue = once  # type: ignore[method-assign]
+    AllToAll._issue = once  # type: ignore[method-assign]
 
 
 def expert_gradients_of_own_rows() -> None:
     """A rank's experts learn of its own tokens alone."""
-    finish = expert.AllToAll.finish
+    finish = AllToAll.finish
 
     def own(self: Any, pending: Any, compute: Any) -> Tensor:
         def learn(arrived: Tensor, ends: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ def expert_gradients_of_own_rows() -> None:
 
         return finish(self, pending, learn)
 
-    expert.AllToAll.finish = own  # type: ignore[method-assign]
+    AllToAll.finish = own  # type: ignore[method-assign]
 
 
 def part_of_results() -> None:
@@ -396,7 +396,7 @@ def part_of_results() -> None:
     def first(self: Any, rows: Tensor, sent: list[int]) -> Tensor:
         return torch.cat(rows.split(sent)[:: self.etp])
 
-    expert.AllToAll._sum_partials = first  # type: ignore[method-assign]
+    AllToAll._sum_partials = first  # type: ignore[method-assign]
 
 
 def loads_of_own_tokens() -> None:

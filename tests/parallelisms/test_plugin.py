@@ -337,7 +337,7 @@ def test_what_tensor_parallelism_refuses() -> None:
     assert "needs `placements`" in messages["none"]
     assert "scale is a parameter, not a module" in messages["parameter"]
     assert "scale is covered by no row" in messages["root"]
-    assert "covered by two rows" in messages["twice"]
+    assert "two rows cover blocks.0.mlp.0.weight: colwise, replicate; use one" in messages["twice"]
 
 
 def refused_on_pp() -> dict[str, str]:
@@ -386,16 +386,16 @@ def test_what_a_pipeline_refuses() -> None:
     assert "parallelize takes whole models; use pipeline" in messages["whole"]
     assert "pp = 2 needs `stages`" in messages["none"]
     assert "stage 1 names no module" in messages["empty"]
-    assert "3 stages on pp = 2 ranks: schedule '1F1B' takes 1 a rank; give 2" in messages["many"]
-    assert "2 stages on pp = 2 ranks: schedule 'ZBVZeroBubble' takes 2 a rank" in messages["few"]
+    assert "3 stages for pp = 2: schedule '1F1B' takes 1 per rank; use 2" in messages["many"]
+    assert "2 stages for pp = 2: schedule 'ZBVZeroBubble' takes 2 per rank" in messages["few"]
     assert "unknown; did you mean 1F1B?" in messages["schedule"]
     assert "'haed' matches no module; did you mean head" in messages["typo"]
     assert "head.norm.weight is in no pipeline stage" in messages["left"]
-    assert "blocks.1 is in stage 0 and in stage 1" in messages["twice"]
-    assert "scale is the root's own" in messages["root"]
-    assert "micro_batches = 3 does not cut" in messages["rows"]
+    assert "blocks.1 is in stages 0 and 1; name it in one" in messages["twice"]
+    assert "scale is owned by the root" in messages["root"]
+    assert "micro_batches = 3 does not divide the rank's batch of" in messages["rows"]
     assert "takes at least 2 x parallel.pp micro-batches" in messages["rule"]
-    assert "8 rows and targets 4" in messages["targets"]
+    assert "8 rows, targets 4; use equal numbers" in messages["targets"]
 
 
 def refused_arguments() -> dict[str, str]:

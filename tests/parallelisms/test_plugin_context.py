@@ -317,13 +317,13 @@ def refusals() -> dict[str, str]:
 
 def test_what_is_refused() -> None:
     messages = run_ranks(2, refusals)[0]
-    assert "cp = 2 needs `context`: which modules attend" in messages["none"]
+    assert "cp = 2 needs `context`, which names the attention modules" in messages["none"]
     assert "'blocks.*.cores' matches no module; did you mean blocks." in messages["pattern"]
-    assert "2 methods of context parallelism for 4 modules that attend" in messages["methods"]
+    assert "Context.methods has 2 methods for 4 attention modules" in messages["methods"]
     assert 'use "ring" or "ulysses"' in messages["composite"]
     assert "use a multiple such as 24" in messages["length"]
     assert "takes q (B, t, H, K) and k (B, t, G, K), not (1, 8, 4, 16)" in messages["heads"]
-    assert "by 'ring' is the whole dict that Split.tables gave" in messages["row"]
+    assert "mask has no tables for method 'ring'; pass the whole dict" in messages["row"]
     assert messages["documents"] == messages["row"]
     assert messages["window"].endswith("name 5 in Context.window or Context.windows")
     assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in messages["kernel"]

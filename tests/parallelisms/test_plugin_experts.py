@@ -163,6 +163,6 @@ def test_experts_that_are_not_named_are_refused() -> None:
     ep, row, unit, width, compiled = run_ranks(2, refused)[0]
     assert width.startswith("experts.wide is a parameter of experts, but ExpertLayers.widths")
     assert compiled.startswith('recompute.mode = "selective" with compile.enable and parallel.ep x')
-    assert ep.startswith("ep x etp = 2 needs `experts`")
-    assert row.startswith("a row experts() needs `experts`")
-    assert unit.startswith("experts is a unit, but experts are gathered with what they are inside")
+    assert ep.startswith("ep x etp = 2 needs `experts`, which names the stacked experts")
+    assert row.startswith("`placements` has a row experts(), but")
+    assert unit.startswith("units has experts, but FSDP gathers experts with the block")

@@ -95,6 +95,40 @@ def test_what_runs_again(count: Any) -> None:
     assert again["full"] in (6 * LAYERS, 7 * LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("modules", "products", "attended"),
+    [(["attn"], 3, 1), (["ffn"], 2, 0), (["attn", "ffn"], 5, 1)],
+)
+def test_modules_run_again(modules: list[str], products: int, attended: int) -> None:
+    """Of a block's seven products, without the last of each module, which no gradient needs."""
+    found = {}
+    for options in (Recompute(), Recompute(mode="full", modules=modules)):
+        model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
+        recompute(((int(name), block) for name, block in model.blocks.items()), options)
+        with Counting() as counting:
+            model(tokens()).sum().backward()
+        found[options.mode] = counting.counts
+    again = found["full"] - found["none"]
+    assert (again[PRODUCT], again[ATTEND]) == (products * LAYERS, attended * LAYERS)
+
+
+def test_experts_on_other_ranks_recompute_without_dispatch() -> None:
+    """Expert parallelism leaves them `local_forward`."""
+    calls = []
+
+    class Experts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("dispatch")
+            return self.local_forward(x)  # type: ignore[operator]
+
+    block = nn.Sequential()
+    block.experts, other = Experts(), nn.Linear(2, 2)
+    block.experts.local_forward = lambda x: calls.append("compute") or other(x).exp()  # type: ignore[assignment]
+    assert recompute([(0, block)], Recompute(mode="full", modules=["experts"])) == 1
+    block.experts(torch.ones(2, requires_grad=True)).sum().backward()
+    assert calls == ["dispatch", "compute", "compute"]
+
+
 def test_selective_keeps_grouped_products() -> None:
     found = {}
     for mode in ("none", "full", "attention", "selective"):

@@ -38,7 +38,7 @@ from dtron.models import router
 from dtron.models.router import Router
 from dtron.parallelisms import apply
 from dtron.parallelisms.context.attention import ContextAttention
-from dtron.parallelisms.expert import expert_parallel as expert
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline.executor import Pipeline
@@ -224,7 +224,7 @@ def gradient_of_first_copy() -> None:
         parts = rows.split(sent[:: self.etp])
         return torch.cat([part if i == 0 else part.detach() for part in parts for i in each])
 
-    expert.AllToAll._repeat = copies  # type: ignore[method-assign]
+    AllToAll._repeat = copies  # type: ignore[method-assign]
 
 
 def routers_not_reduced() -> None:

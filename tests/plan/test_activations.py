@@ -3,8 +3,9 @@ that it says are computed again are those of the backward's graph."""
 
 import contextlib
 import fnmatch
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, mo
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import block, deferred, output_gradients, tensors
-from dtron.plan.compute_time import repeated
+from dtron.plan.activations import deferred, tensors
+from dtron.plan.compute_time import matmuls, repeated
 from dtron.plan.run_shape import Resolved
+from dtron.plan.saved_tensors import block, output_gradients
 
 B, T = 2, 64
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
@@ -54,12 +56,19 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     return unit, (x, rope, mask, None), shared
 
 
-def saved_bytes(name: str, layer: int, mode: str, recipe: str = "", skip: str = "") -> float:
+def saved_bytes(
+    name: str,
+    layer: int,
+    mode: str,
+    recipe: str = "",
+    skip: str = "",
+    modules: Sequence[str] = (),
+) -> float:
     """A token, by torch's own partitioner, without generating code."""
     unit, inputs, shared = made(name, layer)
     if recipe:
         in_recipe(unit, recipe, skip)
-    recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
+    recompute([(0, unit)], Recompute(mode=mode, modules=list(modules)))  # type: ignore[arg-type]
     others = {tensor.untyped_storage().data_ptr() for tensor in shared}
     found: dict[int, torch.Tensor] = {}
 
@@ -103,6 +112,39 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
     messages = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
     assert messages == pytest.approx(real, rel=MIXTURES if mixture else 0)
+
+
+MODULES = [
+    ("llama", 0, "full", ["attn"]),
+    ("llama", 0, "full", ["ffn"]),
+    ("llama", 0, "full", ["attn", "ffn"]),
+    ("llama", 0, "attention", ["attn"]),
+    ("llama", 0, "selective", ["ffn"]),
+    ("llama", 0, "selective", ["attn"]),
+    ("gpt", 0, "full", ["ffn"]),
+    ("gpt", 0, "full", ["attn"]),
+    ("deepseek_v3", 0, "full", ["attn"]),
+    ("deepseek_v3", 3, "full", ["attn", "ffn.shared"]),
+    ("qwen3_moe", 0, "full", ["ffn.experts"]),
+    ("qwen3_moe", 0, "full", ["ffn.experts", "attn"]),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "mode", "modules"), MODULES)
+def test_bytes_that_a_block_keeps_whose_modules_recompute(
+    name: str, layer: int, mode: str, modules: list[str]
+) -> None:
+    words = f"model.name={name} model.size=debug train.seq_len={T} train.micro_batch={B}"
+    words += f" train.global_batch={B} recompute.mode={mode} compile.enable=true"
+    words = [*words.split(), f"recompute.modules={json.dumps(modules)}"]
+    run = Resolved.of(RunConfig.load(LLAMA, words), 1)
+    planned = sum(tensors(run, layer)) / (B * T)
+    real = saved_bytes(name, layer, mode, modules=modules)
+    mixture = layer >= run.model.n_dense_layers
+    # torch 2.13 keeps experts' outputs, 2.14 computes them again.
+    outputs = 2 * run.model.experts_per_token * run.model.dim if "ffn.experts" in modules else 0
+    possible = {planned, planned - outputs}
+    assert real in [pytest.approx(each, rel=MIXTURES if mixture else 0) for each in possible]
 
 
 FLOAT8 = [
@@ -187,6 +229,8 @@ def test_every_family_has_rows() -> None:
 class Products(TorchDispatchMode):
     """Counts matrix products by rows, length of sums and columns."""
 
+    supports_higher_order_operators = True  # attention that is computed again keeps its RNG state
+
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[tuple[int, int, int]] = Counter()
@@ -194,7 +238,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if op._overloadpacket in MATRICES:
+        if getattr(op, "_overloadpacket", None) in MATRICES:
             left, right = args[1:3] if op._overloadpacket is torch.ops.aten.addmm else args[:2]
             self.found[(left.shape[0], left.shape[-1], right.shape[-1])] += 1
         return op(*args, **(kwargs or {}))
@@ -203,7 +247,9 @@ class Products(TorchDispatchMode):
 MATRICES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm)
 
 
-def multiplied(name: str, layer: int, mode: str, compiled: bool) -> Counter[tuple[int, int, int]]:
+def multiplied(
+    name: str, layer: int, mode: str, compiled: bool, modules: Sequence[str] = ()
+) -> Counter[tuple[int, int, int]]:
     """Products of a block's backward."""
     unit, inputs, _ = made(name, layer)
     products = Products()
@@ -217,10 +263,11 @@ def multiplied(name: str, layer: int, mode: str, compiled: bool) -> Counter[tupl
 
     # As inductor partitions, but without generating code: each operator is called.
     backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
-    if compiled and mode == "full":  # `apply._wrap_blocks`: compiled inside
+    outside = mode == "full" and not modules
+    if compiled and outside:  # `apply._wrap_blocks`: compiled inside
         unit.forward = torch.compile(unit.forward, backend=backend)  # type: ignore[method-assign]
-    recompute([(0, unit)], Recompute(mode=mode))  # type: ignore[arg-type]
-    inside = compiled and mode != "full"
+    recompute([(0, unit)], Recompute(mode=mode, modules=list(modules)))  # type: ignore[arg-type]
+    inside = compiled and not outside
     out = (torch.compile(unit, backend=backend) if inside else unit)(*inputs)
     products.found.clear()
     with contextlib.nullcontext() if compiled else products:
@@ -250,3 +297,30 @@ def test_products_that_the_backward_computes_again(
     words += f" train.global_batch={B} recompute.mode={mode} compile.enable={str(compiled).lower()}"
     run = Resolved.of(RunConfig.load(LLAMA, words.split()), 1)
     assert again == Counter((p.m, p.k, p.n) for p in repeated(run, layer))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "layer", "modules"),
+    [
+        ("llama", 0, ["attn"]),
+        ("llama", 0, ["ffn"]),
+        ("deepseek_v3", 3, ["attn", "ffn.shared"]),
+        ("qwen3_moe", 0, ["ffn.experts"]),
+    ],
+)
+def test_products_that_modules_compute_again(
+    name: str, layer: int, modules: list[str], compiled: bool
+) -> None:
+    again = multiplied(name, layer, "full", compiled, modules)
+    again -= multiplied(name, layer, "none", compiled)
+    words = f"model.name={name} model.size=debug train.seq_len={T} train.micro_batch={B}"
+    words += f" train.global_batch={B} recompute.mode=full compile.enable={str(compiled).lower()}"
+    words = [*words.split(), f"recompute.modules={json.dumps(modules)}"]
+    run = Resolved.of(RunConfig.load(LLAMA, words), 1)
+    planned = Counter((p.m, p.k, p.n) for p in repeated(run, layer))
+    possible = [planned]
+    if compiled and "ffn.experts" in modules:  # torch 2.14 computes outputs again, 2.13 keeps them
+        (output,) = [p for p in matmuls(run, run.kind(layer)) if p.module == "experts"][-1:]
+        possible.append(planned + Counter([(output.m, output.k, output.n)]))
+    assert again in possible

@@ -389,6 +389,11 @@ def test_winners_leave_headroom() -> None:
         search(config, 4, tight, headroom=0.9)
 
 
+def test_no_headroom_needs_a_search_too() -> None:
+    with pytest.raises(ConfigError, match=r"--headroom has no effect without --search"):
+        plan_command(["--config", str(ROOT / "configs/llama3_8b.toml"), "--headroom", "0"])
+
+
 @pytest.mark.parametrize("value", ["1", "-0.1", "nan"])
 def test_headroom_is_a_share(value: str) -> None:
     words = ["--config", str(ROOT / "configs/llama3_8b.toml"), "--search", "--headroom", value]
@@ -401,9 +406,9 @@ def test_headroom_is_a_share(value: str) -> None:
     [
         (["--search", "--out", "."], "--out . is a folder; name a file in it"),
         (["--page", "."], "--page . is a folder; name a file in it"),
-        (["--tokens", "nan"], "--tokens nan is not a number of tokens"),
-        (["--tokens", "-5"], "--tokens -5 is not a number of tokens"),
-        (["--tokens", "inf"], "--tokens inf is not a number of tokens"),
+        (["--tokens", "nan"], "--tokens nan is negative or not finite; use a number"),
+        (["--tokens", "-5"], "--tokens -5 is negative or not finite; use a number"),
+        (["--tokens", "inf"], "--tokens inf is negative or not finite; use a number"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(words: list[str], message: str) -> None:
@@ -445,7 +450,7 @@ def test_a_page_names_an_overridden_model_its_time_and_its_cost(tmp_path: Path) 
     assert "15 T tokens: " in text
     for part in ("compute", "bubble", "update"):
         assert re.search(rf"<tr><td>{part}</td><td>[\d.]+</td><td>[\d.]+%</td></tr>", text)
-    assert text.count("Bubble of the whole step") == text.count("Bubble") == 1
+    assert text.count("Bubble of the step") == text.count("Bubble") == 1
     memory = text.split("<svg")[1]
     written = re.findall(r'<text x="([\d.]+)"[^>]*>([^<]*)</text>', memory)
     assert {"parameters", "buffers"} <= {words for _, words in written}

@@ -130,7 +130,7 @@ def test_a_damaged_record_is_a_warning(
     else:
         (tmp_path / name).write_text(json.dumps(content))
     attempt(tmp_path, 1, step=8)
-    damaged = [text for text in caplog.messages if " is damaged and not used: " in text]
+    damaged = [text for text in caplog.messages if " is damaged and ignored: " in text]
     assert [text.startswith(str(tmp_path / name)) for text in damaged] == [True]
 
 
@@ -174,7 +174,7 @@ def test_a_restart_logs_cause_and_parts(
         second.mark("loaded")
         found = second.recovered()
     assert caplog.messages[0] == "restart 1 of 10: rank 2 on host b was killed"
-    assert "until the others ended" in caplog.messages[1]
+    assert "until all ranks ended" in caplog.messages[1]
     total = found.pop("recovery_seconds")
     assert 0 <= total < 600
     parts = ["stop", "restart", "import", "rendezvous", "model", "checkpoint", "first_step"]

@@ -199,7 +199,7 @@ def test_other_ranks_hear_from_rank_0_that_the_directory_is_in_use(tmp_path: Pat
     process = holder(tmp_path, 60)
     first, second = run_ranks(2, open_locked, tmp_path, 1)
     assert first.startswith("ConfigError: run.dir =")
-    assert second == "PeerError: rank 0 was refused the run directory"
+    assert second == "PeerError: rank 0 cannot lock the run directory"
     process.kill()
     process.wait()
 
@@ -216,7 +216,7 @@ def test_the_lock_is_shared_through_the_store_of_a_rendezvous(
     process = holder(tmp_path, 60)
     first, second = ranks()
     assert first.result(30).startswith("ConfigError: run.dir =")
-    assert second.result(30) == "PeerError: rank 0 was refused the run directory"
+    assert second.result(30) == "PeerError: rank 0 cannot lock the run directory"
     process.kill()
     process.wait()
 

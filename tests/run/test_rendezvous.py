@@ -259,6 +259,10 @@ def test_values_of_a_rank_0_that_stops_or_ends(
         monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 0)
         with pytest.raises(RankError, match="rank 1 has not received 'lock' from rank 0 within 1"):
             second.broadcast_from_rank_0("lock")
+        with monkeypatch.context() as patch:  # the store's own time-out comes first
+            patch.setattr(rendezvous, "within", lambda seconds, call: call())
+            with pytest.raises(RankError, match="rank 1 has not received 'lock' from rank 0"):
+                second.broadcast_from_rank_0("lock")
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(RankError, match="rank 1 has not received 'more' from rank 0 within 1"):
             second.broadcast_from_rank_0("more")

@@ -83,6 +83,7 @@ FEATURES = [
     Feature("reduce_by all_to_all", _parallel(reduce_by="all_to_all"), SHARDS),
     Feature("copy_engines", _parallel(copy_engines=True), SHARDS),
     *(Feature(f"recompute {m}", {"recompute.mode": m}) for m in ("full", "attention", "selective")),
+    Feature("recompute.modules", {"recompute.mode": "full", "recompute.modules": ["attn"]}),
     Feature("recompute.offload", {"recompute.offload": True}),
     Feature("compile", {"compile.enable": True}),
     Feature("loss_chunks", {"train.loss_chunks": 2}),

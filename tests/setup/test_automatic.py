@@ -96,7 +96,13 @@ CHOSEN = [
     (TP, {**SHARED, "async_tp": True}),
     ("parallel.tp=2", SHARED),  # not compiled
     (f"{TP} parallel.sequence_parallel=false", SHARED),
-    (f"{TP} model.name=mixtral", SHARED),  # which lost, measured
+    (f'{TP} recompute.mode=full recompute.modules=["attn"]', SHARED),
+    (f"{TP} model.name=mixtral", SHARED),  # not measured
+    (f"{TP} model.name=mixtral parallel.ep=2",
+     {**SHARED, "dispatcher": "symmetric_memory", "async_tp": True}),
+    (f"{TP} model.name=mixtral parallel.ep=2 parallel.dispatcher=all_to_all", SHARED),
+    (f"{TP} model.name=mixtral parallel.ep=2 float8.recipe=tensorwise",
+     {**SHARED, "dispatcher": "symmetric_memory"}),
     (f"{TP} model.name=deepseek_v3", SHARED),
     (f"{TP} parallel.pp=2 parallel.schedule=ZBVZeroBubble", {"zero": 2}),
     (f"{TP} float8.recipe=rowwise", SHARED),
@@ -114,6 +120,7 @@ EVERYTHING = {
     "parallel.schedule": PIPELINE,
     "parallel.async_tp": TP,
     "train.loss_chunks": "",
+    "recompute.mode": "",
     "parallel.zero": "",
     "parallel.reduce_by": "",
     "parallel.copy_engines": "",
@@ -125,11 +132,19 @@ def needs_chunks(config: RunConfig) -> float:
     return 4 / (2 + config.train.loss_chunks)
 
 
+def needs_recomputation(config: RunConfig) -> float:
+    return {"none": 1.3, "selective": 1.01, "attention": 0.9, "full": 0.6}[config.recompute.mode]
+
+
+NEEDS = {"loss_chunks": needs_chunks, "mode": needs_recomputation}
+"""Memory of a run in which a key is chosen that is for memory alone."""
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_what_is_set_is_obeyed(key: str) -> None:
     """Even to the default; "auto" is as unset."""
     name = key.split(".")[1]
-    share = needs_chunks if name == "loss_chunks" else 0.5
+    share = NEEDS.get(name, 0.5)
     assert name in chosen(EVERYTHING[key], share=share)
     assert name in chosen(f"{EVERYTHING[key]} {key}=auto", share=share)
     default = json.dumps({k: d for k, d, _ in fields(RunConfig)}[key])
@@ -197,6 +212,19 @@ def test_chunks_where_logits_do_not_fit() -> None:
     assert chosen(alone, share=needs_chunks) == {"loss_chunks": 4}
 
 
+def test_recomputation_where_activations_do_not_fit() -> None:
+    """The fastest mode that fits; not with another key of the section, nor after chunks that do."""
+    alone = "parallel.zero=3 parallel.reduce_by=reduce_scatter"
+    assert chosen(alone, share=needs_recomputation) == {"mode": "attention"}
+    assert chosen(f"{alone} recompute.offload=false", share=needs_recomputation) == {}
+    assert chosen(alone, share=lambda c: 2 * needs_recomputation(c)) == {}
+    assert chosen(alone, share=lambda c: needs_chunks(c) * needs_recomputation(c) / 1.3) == {
+        "loss_chunks": 4
+    }
+    assert "mode" not in chosen(alone, share=1.0)
+    assert "mode" not in chosen(alone, share=float("inf"))
+
+
 def test_errors_are_those_of_a_run_without_choices() -> None:
     """Degrees that do not multiply, a model that does not exist: rules report them."""
     for words in ("parallel.dp_shard=3", "model.size=none", f"{TP} model.override.n_heads=3"):
@@ -262,8 +290,8 @@ def test_a_run_logs_one_line_and_writes_what_was_chosen(
     config = tiny(tmp_path / "run", checkpoint__resume="latest", train__steps=2)
     Trainer(config).fit()
     said = capsys.readouterr().out
-    assert "parallel.zero = 3, but 2 was chosen for" in said
-    assert "parallel.reduce_by = 'reduce_scatter', but 'all_to_all' was chosen for" in said
+    assert "parallel.zero = 3, but 2 was chosen automatically for" in said
+    assert "parallel.reduce_by = 'reduce_scatter', but 'all_to_all' was chosen auto" in said
 
 
 def test_shipped_configs_are_fast_as_they_are() -> None:

@@ -1,5 +1,6 @@
 """What the model, the batch or the machine do not fit is refused, with what they do fit."""
 
+import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,14 @@ from dtron.plan.plan import plan
 from dtron.plan.report import print_plan
 from dtron.run.process import Place
 from dtron.setup import rules
-from dtron.setup.compatibility import (
+from dtron.setup.preflight import preflight
+from dtron.setup.resume_checks import (
     _UPDATES,
     _defaults,
     model_metadata,
     resume_settings,
     warn_of_changes,
 )
-from dtron.setup.preflight import preflight
 from dtron.setup.rules import check_layout, host_warnings, reasons, setting_warnings
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
@@ -63,8 +64,8 @@ def test_layouts_that_do_not_fit_are_refused(parallel: dict, world: int, message
 @pytest.mark.parametrize(
     ("model", "tp", "cp", "message"),
     [
-        ({"n_heads": 12, "dim": 96}, 6, 1, "n_kv_heads = 4 nor cuts each head of 8 evenly; use 1"),
-        ({"n_kv_heads": 1, "head_dim": 4}, 8, 1, "nor cuts each head of 4 evenly; use 1, 2, 4"),
+        ({"n_heads": 12, "dim": 96}, 6, 1, "4 nor splits each head of 8 features evenly; use 1"),
+        ({"n_kv_heads": 1, "head_dim": 4}, 8, 1, "each head of 4 features evenly; use 1, 2, 4"),
         ({"n_kv_heads": 1}, 8, 2, ""),
         ({"n_kv_heads": 2}, 4, 2, ""),
         ({}, 8, 2, "but each has 1 query and 1 key/value heads; use 1 ranks"),
@@ -141,13 +142,13 @@ CONTEXTS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "layers": (
         {"cp": 4, "cp_method": ["ring", "ulysses"]},
-        "parallel.cp_method has 2 entries for the 8 layers of the model; give one for each, or one "
-        "for all",
+        "parallel.cp_method has 2 entries for the 8 layers of the model; give one method per "
+        "layer, or one for all layers",
     ),
     "dropout": (
         {"cp": 4, "attention_dropout": 0.1},
-        "model.override.attention_dropout = 0.1 with parallel.cp = 4: attention weights are never "
-        "whole on a rank; use 0.0",
+        "model.override.attention_dropout = 0.1 with parallel.cp = 4: no rank computes all "
+        "attention weights; use 0.0",
     ),
     "no method": (
         {"cp_method": "ulysses"},
@@ -184,8 +185,26 @@ def test_more_recomputed_blocks_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         check_layout(run, 1)
     assert str(error.value) == (
-        "recompute.first = 9: the model has only 8 blocks; leave it out to recompute all"
+        "recompute.first = 9: the model has only 8 blocks; leave it out to recompute all blocks"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "modules", "message"),
+    [
+        ("llama", "full", ["mlp"], "names 'mlp', which no block of the model has; use attn, ffn"),
+        ("mixtral", "full", ["ffn"], "'ffn', which no block of the model has; use attn, ffn.e"),
+        ("deepseek_v3", "full", ["attn", "ffn", "ffn.experts", "ffn.shared"], ""),
+        ("llama", "attention", ["ffn"], "needs attn in recompute.modules"),
+    ],
+)
+def test_modules_that_no_block_has_are_refused(
+    name: str, mode: str, modules: list[str], message: str
+) -> None:
+    sections = {**BASE, "model": {"name": name, "size": "debug"}}
+    run = RunConfig.of({**sections, "recompute": {"mode": mode, "modules": modules}})
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_layout(run, 1)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +329,7 @@ def test_a_checkpoint_that_is_older_than_a_field_of_the_model() -> None:
     wanted = model_metadata(run, check_layout(run, 4)[0])
     saved = {key: value for key, value in wanted.items() if key != "rope_scaling"}
     check_model(Path("step-1"), {**_defaults(), **saved}, wanted)
-    with pytest.raises(CheckpointError, match="rope_scaling: 'yarn' there, 'llama3' here"):
+    with pytest.raises(CheckpointError, match="rope_scaling: 'yarn', not 'llama3'"):
         check_model(Path("step-1"), {**saved, "rope_scaling": "yarn"}, wanted)
 
 

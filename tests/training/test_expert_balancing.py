@@ -145,8 +145,8 @@ def test_checkpoint_loads_under_other_experts(
             "mixtral",
             {},
             {"tp": 2, "dp_shard": 1, "sequence_parallel": False},
-            "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each rank routes "
-            "tokens of its own; use true",
+            "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each tp rank "
+            "routes its own shard of the tokens; use true",
         ),
         ("llama", {}, {"ep": 2}, "parallel.ep = 2 has no effect without model.override.n_experts"),
         (
@@ -190,7 +190,7 @@ def test_layouts_that_experts_cannot_have(
     [
         (
             {"train": {"seq_len": 4}, "model": {"name": "deepseek_v3", "override": {"mtp": 4}}},
-            "model.override.mtp = 4 looks beyond train.seq_len = 4; use less",
+            "model.override.mtp = 4 predicts tokens beyond train.seq_len = 4; use a smaller mtp",
         ),
         (
             {"parallel": {"pp": 2, "pp_layout": "Ettttm|L"}},
@@ -238,14 +238,14 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
         {"experts_per_token": 9},
         "experts_per_token = 9 is not between 1 and n_experts = 8; use 1 to 8",
     ),
-    ("mixtral", {"expert_dim": 0}, "expert_dim = 0 does not go with n_experts = 8"),
+    ("mixtral", {"expert_dim": 0}, "expert_dim = 0 conflicts with n_experts = 8"),
     ("mixtral", {"ffn_dim": 64}, "ffn_dim = 64 has no effect if all layers have experts; use 0"),
     (
         "mixtral",
         {"first_dense_layers": 4, "ffn_dim": 8},
-        "leaves none of n_layers = 4 with experts",
+        "first_dense_layers = 4 leaves no experts in n_layers = 4; use at most 3",
     ),
-    ("mixtral", {"first_dense_layers": 1}, "ffn_dim = 0 does not go with first_dense_layers = 1"),
+    ("mixtral", {"first_dense_layers": 1}, "ffn_dim = 0 conflicts with first_dense_layers = 1"),
     ("mixtral", {"balance": "none"}, 'balance_coefficient = 0.02 with balance = "none"'),
     ("mixtral", {"balance_coefficient": 0.0}, "balance_coefficient = 0.0 with balance ="),
     ("mixtral", {"capacity_pad": True}, "capacity_pad = True has no effect with capacity_factor"),
@@ -262,11 +262,11 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gpt_oss", {"bias_speed": 0.1}, 'bias_speed = 0.1 has no effect with router = "topk_softmax"'),
     ("deepseek_v3", {"n_groups": 16, "top_groups": 8}, "leaves 1 expert per group"),
-    ("deepseek_v3", {"n_kv_heads": 2}, "n_kv_heads = 2 does not go with kv_lora_rank = 32; use 4"),
-    ("deepseek_v3", {"head_dim": 8}, "head_dim = 8 does not go with kv_lora_rank = 32; use 0"),
+    ("deepseek_v3", {"n_kv_heads": 2}, "n_kv_heads = 2 conflicts with kv_lora_rank = 32; use 4"),
+    ("deepseek_v3", {"head_dim": 8}, "head_dim = 8 conflicts with kv_lora_rank = 32; use 0"),
     ("deepseek_v3", {"v_head_dim": 64}, "v_head_dim = 64 is wider than query heads"),
     ("deepseek_v3", {"rope_head_dim": 7}, "rope_head_dim = 7 is odd"),
-    ("deepseek_v3", {"nope_head_dim": 0}, "nope_head_dim = 0 does not go with kv_lora_rank = 32"),
+    ("deepseek_v3", {"nope_head_dim": 0}, "nope_head_dim = 0 conflicts with kv_lora_rank = 32"),
 ]
 
 

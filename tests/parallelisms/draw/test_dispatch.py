@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.draw.dispatch import TokenCopy, dispatch, main, random_choices, views
-from dtron.parallelisms.expert.expert_parallel import AllToAll
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from tests.harness import run_ranks
 
 DOCS = Path(__file__).parents[3] / "docs" / "experts"
@@ -71,4 +71,6 @@ def test_degrees_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str])
     assert main(["--dp-shard", "4", "--ep", "3"]) == 2
     assert "does not divide the 4 ranks" in capsys.readouterr().err
     assert main(["--dp-shard", "4", "--ep", "4", "--experts", "6"]) == 2
+    assert main(["--rows", "rows.svg", "--tokens", "0"]) == 2
+    assert main(["--rows", "rows.svg", "--top-k", "9"]) == 2
     assert "--ep 4 does not divide --experts 6" in capsys.readouterr().err

@@ -14,8 +14,10 @@ from torch import Tensor
 from dtron.config import Parallel, RunConfig
 from dtron.errors import ConfigError
 from dtron.parallelisms.expert import deepep
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.deepep import DeepEP
-from dtron.parallelisms.expert.expert_parallel import DISPATCHERS, AllToAll, Dispatcher
+from dtron.parallelisms.expert.dispatcher import Dispatcher
+from dtron.parallelisms.expert.dispatchers import DISPATCHERS
 from dtron.plan.exact import notes, traceable
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
@@ -225,9 +227,9 @@ def config(**sections: Any) -> RunConfig:
         ({"train": {"dtype": "float32"}}, 'not in float32; use train.dtype = "bfloat16"'),
         (
             {"model": {"override": {"dim": 36, "head_dim": 8}}},
-            "multiple of 16 elements, up to 8176, which model.dim = 36",
+            "model.dim = 36: DeepEP needs a multiple of 16 up to 8176",
         ),
-        ({"model": {"override": {"dim": 8192}}}, "up to 8176, which model.dim = 8192"),
+        ({"model": {"override": {"dim": 8192}}}, "model.dim = 8192: DeepEP needs a multiple of"),
         ({"debug": {"deterministic": True}}, "debug.deterministic = true"),
     ],
 )

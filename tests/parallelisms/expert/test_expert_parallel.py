@@ -15,6 +15,8 @@ from torch.profiler import profile
 from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.models.router import Router
+from dtron.parallelisms.expert.all_to_all import AllToAll
+from dtron.parallelisms.expert.dispatchers import dispatcher_class
 from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.run.collective_counter import CollectiveCounter
 from dtron.training.step import as_micro_batch
@@ -29,6 +31,13 @@ from tests.parallelisms.parity import (
     mesh_of,
     parallel_run,
 )
+
+
+def test_an_unknown_dispatcher_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'deep_ep' is unknown; did you mean deepep.*use one"):
+        dispatcher_class("deep_ep")
+    assert dispatcher_class(AllToAll) is dispatcher_class("all_to_all") is AllToAll
+
 
 WAITS = [
     "tolist",

@@ -14,8 +14,9 @@ from dtron.config import Compile, Float8, Parallel, Recompute, RunConfig
 from dtron.errors import ConfigError
 from dtron.kernels.float8_rows import wire_bytes
 from dtron.parallelisms.expert import symmetric_exchange as mailbox
+from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.deepep import DeepEP
-from dtron.parallelisms.expert.expert_parallel import AllToAll, Dispatcher
+from dtron.parallelisms.expert.dispatcher import Dispatcher
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 from dtron.setup.rules import MachineCandidate, check_dispatcher
 from tests.gpu_ranks import run_on_gpus
@@ -238,7 +239,7 @@ def test_what_cannot_act_or_is_not_followed_is_refused() -> None:
 
 
 def deepep_by_hand() -> None:
-    with pytest.raises(ConfigError, match="rows are handed to DeepEP in bfloat16 alone"):
+    with pytest.raises(ConfigError, match="DeepEP gets rows in bfloat16 only"):
         DeepEP(dist.group.WORLD, 2, 1, 2.0, True)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,9 @@ from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Passes, apply_passes
 from dtron.parallelisms.compile import compile_blocks
 from dtron.parallelisms.expert import symmetric_dispatch
-from dtron.parallelisms.expert.expert_parallel import AllToAll, Dispatcher, ExpertLayers
+from dtron.parallelisms.expert.all_to_all import AllToAll
+from dtron.parallelisms.expert.dispatcher import Dispatcher
+from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.expert.peer_memory import PeerMemory
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory, routes_of, rows_at_most
 from dtron.parallelisms.expert.symmetric_exchange import Mailbox
@@ -409,7 +411,7 @@ def test_lost_rows_are_nan_and_reported() -> None:
             "more than its capacity of 36" in said
         )
         assert (
-            "parallel.ep_capacity = 4.0 or more, as loads may yet grow (4 is enough for any loads)"
+            "parallel.ep_capacity = 4.0 or more, since loads may grow (4 is enough for any loads)"
             in said
         )
     for out, said in run_ranks(4, exceeded, 4.0):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, pipeline
 from dtron.parallelisms.draw.timelines import simulate
-from dtron.parallelisms.pipeline.executor import Pipeline
+from dtron.parallelisms.pipeline.executor import Pipeline, _header, _read_header
 from dtron.parallelisms.pipeline.schedule_ops import COMPUTE, Action
 from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, stage_ranks
 from tests.harness import run_ranks
@@ -57,3 +58,11 @@ def test_bubble_of_what_eight_ranks_execute(
     timeline = simulate(tuple(map(tuple, rows)), ranks)
     assert timeline.bubble_of_total == pytest.approx(bubble, abs=5e-5)
     assert max(timeline.peak_activations) == memory
+
+
+def test_what_a_header_cannot_hold_is_named() -> None:
+    kept = torch.zeros(1, 2, 3, 4, 5, 6, dtype=torch.float16)
+    assert _read_header(_header(kept)) == (kept.shape, kept.dtype)
+    for refused in (torch.zeros(1, 1, 1, 1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)):
+        with pytest.raises(ConfigError, match="use at most 6 dimensions and one of"):
+            _header(refused)

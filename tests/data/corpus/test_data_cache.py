@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -17,9 +18,10 @@ import numpy as np
 import pytest
 
 from dtron.config import Data
-from dtron.data import TokenCache, cache, prepare, sources, wait_for
-from dtron.data.cache import cache_path, open_cache, open_or_build
-from dtron.data.documents import Corpus
+from dtron.data import TokenCorpus, prepare, sources, wait_for
+from dtron.data.corpus import cache
+from dtron.data.corpus.cache import cache_folder, open_or_build
+from dtron.data.corpus.documents import Corpus, Part, Reading
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
 from tests.test_architecture import ROOT
@@ -27,20 +29,32 @@ from tests.test_architecture import ROOT
 MakeData = Callable[..., Data]
 
 
-def prepared(data: Data) -> TokenCache:
+def prepared(data: Data) -> TokenCorpus:
     cache = prepare(data)
     assert cache is not None
     return cache
 
 
-def documents(cache: TokenCache) -> list[list[int]]:
-    pairs = zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
-    return [cache.tokens[start:end].tolist() for start, end in pairs]
+def documents(corpus: TokenCorpus) -> list[list[int]]:
+    lengths = np.concatenate([each for _, _, each in corpus.documents()]).astype(int)
+    ends = np.cumsum(lengths).tolist()
+    return [corpus.tokens[end - n : end].tolist() for end, n in zip(ends, lengths, strict=True)]
 
 
 def is_ready(data: Data) -> bool:
-    _, tokenizer, path = sources._locate(data)
-    return open_cache(path, tokenizer) is not None
+    folder = cache_folder(data.cache_dir)
+    corpus = sources._finder(data, ByteTokenizer(), folder)()
+    return sources._is_prepared(corpus, data, 8, folder)
+
+
+def folder_of(corpus: TokenCorpus) -> Path:
+    (folder,) = corpus.folders
+    return Path(str(folder))
+
+
+def corpus_of(*texts: str) -> Corpus:
+    """A corpus in memory."""
+    return Corpus("one", "1", ((Part("one", 0, 0),),), lambda part, reading: iter(texts), str)
 
 
 def builds(caplog: pytest.LogCaptureFixture) -> int:
@@ -58,8 +72,8 @@ def test_tokens_and_offsets(make_data: MakeData, caplog: pytest.LogCaptureFixtur
 
 def test_many_batches(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [str(i) * (1 + i % 5) for i in range(50)]
-    monkeypatch.setattr("dtron.data.cache.BATCH_DOCUMENTS", 7)
-    monkeypatch.setattr("dtron.data.cache.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("dtron.data.corpus.tokenize.BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr("dtron.data.corpus.tokenize.BATCH_CHARACTERS", 20)
     assert documents(prepared(make_data(texts))) == [[*text.encode(), 256] for text in texts]
 
 
@@ -71,7 +85,21 @@ def test_second_prepare_reads_no_document(
     assert not is_ready(data)
     first = prepared(data)
     assert is_ready(data)
-    assert prepared(data).path == first.path
+    assert prepared(data).folders == first.folders
+    assert builds(caplog) == 1
+
+
+def test_a_moved_or_copied_file_is_not_tokenized_again(
+    make_data: MakeData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dtron")
+    data = make_data(["one", "two"])
+    first = prepared(data)
+    os.rename(data.paths[0], tmp_path / "moved.jsonl")
+    moved = data.model_copy(update={"paths": (str(tmp_path / "moved.jsonl"),)})
+    assert not is_ready(moved)  # its content is not known yet
+    assert prepared(moved).folders == first.folders
+    assert is_ready(moved)
     assert builds(caplog) == 1
 
 
@@ -87,10 +115,12 @@ def test_a_changed_file_is_tokenized_again(make_data: MakeData) -> None:
 
 def test_another_tokenizer_or_key_has_its_own_cache(make_data: MakeData, bpe: Path) -> None:
     data = make_data(["one", "two"])
-    paths = {prepared(data).path, prepared(data.model_copy(update={"tokenizer": str(bpe)})).path}
-    assert len(paths) == 2
+    other = prepared(data.model_copy(update={"tokenizer": str(bpe)}))
+    assert prepared(data).folders != other.folders
     assert not is_ready(data.model_copy(update={"text_key": "body"}))
-    assert is_ready(data.model_copy(update={"validation_fraction": 0.5}))
+    fraction = data.model_copy(update={"validation_fraction": 0.5})
+    assert not is_ready(fraction)  # it has another index of the same tokens
+    assert prepared(fraction).folders == prepared(data).folders
 
 
 def test_wide_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
@@ -99,22 +129,22 @@ def test_wide_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
         eos_id = 69_999
         fingerprint = "wide"
 
-    cache = open_or_build(Corpus("one", "1", lambda: iter(["ab"])), Wide(), tmp_path / "cache")
+    cache = open_or_build(corpus_of("ab"), Wide(), tmp_path / "cache")
     assert cache.tokens.dtype == np.uint32
     assert documents(cache) == [[97, 98, 69_999]]
 
 
 def _truncate(path: Path) -> None:
-    with open(path / "tokens.bin", "r+b") as file:
+    with open(path / "00000.tokens", "r+b") as file:
         file.truncate(4)
 
 
-def _another_token(path: Path) -> None:
-    """A file of the same size, with another token in it."""
-    later = (path / "meta.json").stat().st_mtime + 1
-    with open(path / "tokens.bin", "r+b") as file:
-        file.write(b"x")
-    os.utime(path / "tokens.bin", (later, later))
+def _change(path: Path, kind: str) -> None:
+    """A file of the same size, with another byte in it."""
+    later = (path / "corpus.json").stat().st_mtime + 1
+    file = path / f"00000.{kind}"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    os.utime(file, (later, later))
 
 
 def _a_file(path: Path) -> None:
@@ -122,26 +152,54 @@ def _a_file(path: Path) -> None:
     path.touch()
 
 
+def _more_documents_than_tokens(path: Path) -> None:
+    """Documents of 12 GB in a sparse file."""
+    meta = json.loads((path / "corpus.json").read_text())
+    meta["shards"][0]["documents"] = 10**9
+    (path / "corpus.json").write_text(json.dumps(meta))
+    os.truncate(path / "00000.documents", 12 * 10**9)
+
+
+def _drop_a_shard(path: Path) -> None:
+    """One document in place of two; the shard of the other is not listed any more."""
+    meta = json.loads((path / "corpus.json").read_text())
+    meta["shards"][0] |= {"documents": 1, "tokens": 4}
+    (path / "corpus.json").write_text(json.dumps(meta))
+    os.truncate(path / "00000.documents", 12)
+    os.truncate(path / "00000.tokens", 8)
+    os.utime(path / "corpus.json", (2**32, 2**32))
+
+
 DAMAGES: list[Callable[[Path], object]] = [
     _truncate,
-    _another_token,
+    lambda path: _change(path, "tokens"),
+    lambda path: _change(path, "documents"),
     _a_file,
-    lambda path: (path / "offsets.npy").write_bytes(b""),
-    lambda path: np.save(path / "offsets.npy", np.zeros(0, np.int64)),
-    lambda path: (path / "meta.json").write_text("[]"),
-    lambda path: (path / "meta.json").unlink(),
-    lambda path: _more_documents_than_tokens(path),
+    lambda path: (path / "00000.documents").write_bytes(b""),
+    lambda path: (path / "corpus.json").write_text("[]"),
+    lambda path: (path / "corpus.json").write_text('{"format": 4, "shards": [{"name": "../x"}]}'),
+    lambda path: (path / "corpus.json").unlink(),
+    _more_documents_than_tokens,
+    _drop_a_shard,
 ]
+"""Of the tokens."""
+
+INDEX_DAMAGES: list[Callable[[Path], object]] = [
+    _a_file,
+    lambda path: os.truncate(path / "documents.bin", 16),
+    lambda path: (path / "groups.bin").write_bytes(np.array([[9, 9], [0, 0]]).tobytes()),
+    lambda path: (path / "index.json").unlink(),
+    lambda path: _of_another_corpus(path),
+]
+"""Of the index."""
 
 
-def _more_documents_than_tokens(path: Path) -> None:
-    """Offsets of 8 GB in a sparse file, which would be read whole."""
-    meta = json.loads((path / "meta.json").read_text()) | {"documents": 10**9}
-    (path / "meta.json").write_text(json.dumps(meta))
-    np.save(path / "offsets.npy", np.zeros(0, np.int64))
-    header = (path / "offsets.npy").read_bytes().replace(b"(0,), ", b"(1000000001,), ")
-    (path / "offsets.npy").write_bytes(header[:128])
-    os.truncate(path / "offsets.npy", 128 + 8 * (10**9 + 1))
+def _of_another_corpus(path: Path) -> None:
+    """A complete index, of two documents."""
+    sizes = np.array([[1, 4], [1, 4]]).tobytes()
+    (path / "groups.bin").write_bytes(sizes)
+    (path / "index.json").write_text(json.dumps({"groups": hashlib.sha256(sizes).hexdigest()}))
+    os.truncate(path / "documents.bin", 32)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -149,12 +207,31 @@ def test_a_damaged_cache_is_built_again(
     make_data: MakeData, damage: Callable[[Path], object]
 ) -> None:
     data = make_data(["one", "two"])
-    cache = prepared(data)
-    expected, path = documents(cache), cache.path
-    damage(path)
+    corpus = prepared(data)
+    expected = documents(corpus)
+    before = names_in_cache(data)
+    damage(folder_of(corpus))
     assert not is_ready(data)
     assert documents(prepared(data)) == expected
-    assert os.listdir(path.parent) == [path.name]
+    assert names_in_cache(data) == before
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGES)
+def test_a_damaged_index_is_built_again(
+    make_data: MakeData, damage: Callable[[Path], object]
+) -> None:
+    data = make_data(["one", "two", "three"])
+    corpus = prepared(data)
+    path = cache.index_path(corpus, data.validation_fraction, cache_folder(data.cache_dir))
+    expected = (path / "documents.bin").read_bytes()
+    damage(path)
+    assert not is_ready(data)
+    prepared(data)
+    assert (path / "documents.bin").read_bytes() == expected
+
+
+def names_in_cache(data: Data) -> list[str]:
+    return sorted(os.listdir(data.cache_dir)) if os.path.isdir(data.cache_dir) else []
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
@@ -192,11 +269,12 @@ def test_unwritable_directory_names_the_key(make_data: MakeData, tmp_path: Path)
 
 
 def _build_with_others(path: Path, barrier: Barrier) -> None:
-    def texts() -> Iterator[str]:
+    def texts(part: Part, reading: Reading) -> Iterator[str]:
         barrier.wait(10)  # everyone is building before anyone has finished
         yield from ("one", "two")
 
-    cache = open_or_build(Corpus("shared", "1", texts), ByteTokenizer(), path)
+    corpus = Corpus("shared", "1", ((Part("shared", 0, 0),),), texts, str)
+    cache = open_or_build(corpus, ByteTokenizer(), path)
     assert documents(cache) == [[*b"one", 256], [*b"two", 256]]
 
 
@@ -220,14 +298,14 @@ def test_waiting_for_a_process_that_shows_that_it_runs(
     monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.2)
     data, slow = make_data(["one"]), cache.open_or_build
 
-    def build(*arguments: Any) -> TokenCache:
+    def build(*arguments: Any) -> TokenCorpus:
         time.sleep(3)
         return slow(*arguments)
 
     monkeypatch.setattr(sources, "open_or_build", build)
     builder = threading.Thread(target=prepare, args=(data,))
     builder.start()
-    wait_for(data, 1.5)
+    wait_for(data, 8, 1.5)
     builder.join()
     assert is_ready(data)
     assert not list(Path(data.cache_dir).glob("*.preparing"))
@@ -236,10 +314,10 @@ def test_waiting_for_a_process_that_shows_that_it_runs(
 def test_waiting_for_another_process(make_data: MakeData) -> None:
     data = make_data(["one"])
     with pytest.raises(DataError, match=r"no heartbeat for 0\.1 s"):
-        wait_for(data, 0.1)
+        wait_for(data, 8, 0.1)
     builder = threading.Thread(target=lambda: (time.sleep(0.1), prepare(data)))
     builder.start()
-    wait_for(data, 10)
+    wait_for(data, 8, 10)
     assert is_ready(data)
     builder.join()
 
@@ -249,7 +327,8 @@ import sys, time
 from pathlib import Path
 from dtron import entry
 entry._end_on_signals()
-from dtron.data import cache, prepare
+from dtron.data import prepare
+from dtron.data.corpus import tokenize
 from dtron.config import Data
 
 def stuck(texts):
@@ -257,7 +336,7 @@ def stuck(texts):
     Path(sys.argv[2], "began").touch()
     time.sleep(600)
 
-cache._batches = stuck
+tokenize._batches = stuck
 prepare(Data(paths=[sys.argv[1]], cache_dir=sys.argv[2], validation_fraction=0.0))
 """
 """As train.py, which never ends to tokenize."""
@@ -307,21 +386,44 @@ def test_what_a_killed_build_left_is_removed(make_data: MakeData) -> None:
 def test_a_copy_is_read_whole_once(make_data: MakeData, caplog: pytest.LogCaptureFixture) -> None:
     """Its files may be newer than its meta.json."""
     data = make_data(["one", "two"])
-    path = prepared(data).path
-    os.utime(path / "meta.json", (0, 0))
+    path = folder_of(prepared(data))
+    os.utime(path / "corpus.json", (0, 0))
     with caplog.at_level("INFO"):
         assert is_ready(data)
         assert is_ready(data)
-    assert sum("newer than its meta.json" in line for line in caplog.messages) == 1
+    assert sum("newer than its corpus.json" in line for line in caplog.messages) == 1
 
 
 def test_the_cache_says_what_it_holds(make_data: MakeData) -> None:
-    cache = prepared(make_data(["one", ""]))
-    meta = json.loads((cache.path / "meta.json").read_text())
-    assert (meta["documents"], meta["empty"], meta["tokens"]) == (1, 1, 4)
+    path = folder_of(prepared(make_data(["one", "", "one"])))
+    meta = json.loads((path / "corpus.json").read_text())
+    assert (meta["documents"], meta["empty"], meta["tokens"], meta["duplicates"]) == (2, 1, 8, 1)
 
 
 def test_home_directory_is_expanded() -> None:
-    corpus = Corpus("one", "1", lambda: iter(["ab"]))
-    path = cache_path(corpus, ByteTokenizer(), "~/somewhere")
-    assert path.parent == Path.home() / "somewhere"
+    assert cache_folder("~/somewhere") == Path.home() / "somewhere"
+
+
+def test_a_build_that_runs_is_not_removed(make_data: MakeData, tmp_path: Path) -> None:
+    """Whatever the age of its folder: a large file changes no time of the folder."""
+
+    def texts(part: Part, reading: Reading) -> Iterator[str]:
+        (folder,) = tmp_path.glob("*.tmp")
+        os.utime(folder, (0, time.time() - 2 * cache.STALE_SECONDS))
+        time.sleep(0.1)
+        cache.remove_stale(tmp_path)
+        yield "one"
+
+    corpus = Corpus("slow", "1", ((Part("slow", 0, 0),),), texts, str)
+    opened = open_or_build(corpus, ByteTokenizer(), tmp_path / f"{1:032x}")
+    assert opened.n_documents == 1
+
+
+def test_a_key_that_was_cut_is_written_again(make_data: MakeData) -> None:
+    data = make_data(["one", "two"])
+    prepared(data)
+    (file,) = Path(data.cache_dir).glob("*.key")
+    file.write_bytes(b"")
+    assert not is_ready(data)
+    prepared(data)
+    assert is_ready(data)

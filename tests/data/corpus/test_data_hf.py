@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from dtron.checkpoint.directory import read_metadata
 from dtron.config import Data
 from dtron.data import Loader, open_data, prepare, wait_for
-from dtron.data.hf import HfStream, hf_corpus
+from dtron.data.corpus.documents import Reading
+from dtron.data.corpus.hf import HfStream, hf_corpus
 from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError
+from tests.harness import run_ranks
+from tests.training.test_trainer import fit, losses, tiny
 
 EOS = 256
 
@@ -54,6 +58,10 @@ def first_tokens(data: Data, n: int = 40) -> list[int]:
     return [token for k in range(n) for token in source.sequence(k).tokens.tolist()]
 
 
+def all_texts(data: Data) -> list[str]:
+    return list(hf_corpus(data).documents(Reading(data)))
+
+
 @pytest.mark.parametrize("kind", ["file", "directory", "saved", "saved splits"])
 @pytest.mark.usefixtures("library")
 def test_what_a_path_may_be(
@@ -67,7 +75,7 @@ def test_what_a_path_may_be(
     library.DatasetDict(train=train).save_to_disk(str(splits))
     paths = {"file": json_file, "directory": directory, "saved": saved, "saved splits": splits}
     data = section(paths[kind])
-    assert list(hf_corpus(data).texts()) == texts
+    assert all_texts(data) == texts
     assert list(HfStream(data).read(START)) == texts
 
 
@@ -79,7 +87,7 @@ def test_tokenized_once_like_files(json_file: Path, tmp_path: Path, texts: list[
     first = prepare(hf)
     assert first is not None
     assert first.n_documents == len(texts)
-    wait_for(hf, 0)  # the identity of the data set does not change
+    wait_for(hf, 8, 0)  # the identity of the data set does not change
     assert first_tokens(hf) == first_tokens(files)
 
 
@@ -87,7 +95,7 @@ def test_tokenized_once_like_files(json_file: Path, tmp_path: Path, texts: list[
 def test_stream_resumes_exactly(saved: Path, packing: str) -> None:
     data = section(saved, hf_streaming=True, validation_fraction=0.05, packing=packing)
     assert prepare(data) is None
-    wait_for(data, 0)
+    wait_for(data, 8, 0)
 
     def loader(rank: int, size: int) -> Loader:
         source = open_data(data, seq_len=16, seed=0)[0]
@@ -211,7 +219,7 @@ def test_unquoted_commas_of_a_csv_are_refused(tmp_path: Path, folder: bool) -> N
         with pytest.raises(DataError, match=r"more fields than its header.*into quotes"):
             read(section(path.parent if folder else path))
     path.write_text('body,n\n"hello, world",1\n,2\n')
-    assert list(hf_corpus(section(path)).texts()) == ["hello, world", ""]
+    assert all_texts(section(path)) == ["hello, world", ""]
 
 
 @pytest.mark.parametrize("name", ["./corpus", "my/own/corpus", "corpus.jsonl", "~/corpus"])
@@ -265,7 +273,7 @@ def test_a_parquet_file_that_grows_without_bound_is_refused(
             read(section(path))
     good = tmp_path / "good.parquet"
     pq.write_table(pa.table({"body": [*texts, None]}), good)
-    assert list(hf_corpus(section(good)).texts()) == [*texts, ""]
+    assert all_texts(section(good)) == [*texts, ""]
 
 
 @pytest.mark.usefixtures("library")
@@ -277,5 +285,40 @@ def test_a_start_does_not_read_the_texts_of_parquet(
     path = tmp_path / "texts.parquet"
     texts = [f"{i} " * (i % 50) for i in range(5000)]
     pq.write_table(pa.table({"body": texts}), path, row_group_size=1000)
-    monkeypatch.setattr("dtron.data.hf._text_bytes", None)
+    monkeypatch.setattr("dtron.data.corpus.parquet._text_bytes", None)
     assert list(HfStream(section(path)).read(START)) == texts
+
+
+def test_ranks_of_a_divided_stream_train_as_one(library: Any, tmp_path: Path) -> None:
+    """Four files; the run ends on two ranks and resumes on one, and each rank reads two files."""
+    directory = tmp_path / "files"
+    directory.mkdir()
+    for i in range(4):
+        rows = [{"body": f"{i} {j} " + "x" * (j % 50)} for j in range(60)]
+        library.Dataset.from_list(rows).to_parquet(str(directory / f"train-{i}.parquet"))
+    stream = {
+        "source": "hf",
+        "hf_path": str(directory),
+        "hf_streaming": True,
+        "text_key": "body",
+        "substreams": 4,
+    }
+    keys = {f"data__{key}": value for key, value in stream.items()}
+    keys |= {"data__validation_fraction": 0.02, "schedule__name": "constant"}
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    run_ranks(1, fit, tiny(whole, train__micro_batch=4, **keys))
+    keys |= {"checkpoint__interval": 3, "checkpoint__resume": "latest"}
+    run_ranks(2, fit, tiny(split, train__steps=3, train__micro_batch=1, **keys))
+    state = read_metadata(split / "checkpoints/step-3").data
+    assert state["substreams"] == 4
+    assert {f"substream {j}" for j in range(4)} <= state.keys()
+    run_ranks(1, fit, tiny(split, train__micro_batch=2, **keys))
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_fewer_files_than_substreams_are_named(library: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    library.Dataset.from_list([{"body": "a"}] * 9).to_parquet(str(directory / "a.parquet"))
+    with pytest.raises(DataError, match=r"data\.substreams = 4 is more than the 1 files of"):
+        open_data(section(directory, hf_streaming=True, substreams=4), seq_len=8, seed=0)

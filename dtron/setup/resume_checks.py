@@ -12,7 +12,7 @@ from typing import Any
 from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
 from dtron.config import Float8, RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
-from dtron.data.sources import BY_POSITION, SPLIT
+from dtron.data.sources import ORDER
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location
 from dtron.models.config import DecoderConfig
@@ -21,7 +21,7 @@ log = logging.getLogger("dtron")
 
 _CONTENT = ("source", "paths", "text_key", "tokenizer", "eos_token")
 _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_name")
-"""Keys whose effect is the content of the data, which `check_data` compares by hash."""
+"""Keys that determine the content of the data; `check_data` compares hashes of this content."""
 _UPDATES = tuple(
     f"{section}.{key}"
     for section, keys in {
@@ -34,8 +34,8 @@ _UPDATES = tuple(
     }.items()
     for key in keys.split()
 )
-"""Keys on which later updates depend, but no state of a checkpoint. Those of the learning rate are
-in `schedule_settings`; settings that only change the order of sums are left out."""
+"""Keys that affect later updates but not the state in a checkpoint. Keys of the learning rate are
+in `schedule_settings`; keys that only change the order of sums are left out."""
 _EFFECT_OF_DATA = "training continues at the same sequence number, which now selects different text"
 _EFFECT_OF_UPDATES = "updates from here on differ from those of an uninterrupted run"
 
@@ -46,7 +46,8 @@ def read_compatible(
     """Read the metadata of a checkpoint, and check that a run of this config can resume from it.
 
     Raises:
-        CheckpointError: it is damaged, of another model or optimizer, or has weights only.
+        CheckpointError: the checkpoint is damaged, of another model or optimizer, or has weights
+            only.
     """
     metadata = read_metadata(checkpoint)
     if metadata.weights_only:
@@ -69,16 +70,16 @@ def model_metadata(config: RunConfig, model: DecoderConfig) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Return defaults for model fields that were added after a checkpoint was written."""
+    """Return the defaults of model fields, for fields that an old checkpoint lacks."""
     fields = DecoderConfig.model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}
 
 
 def resume_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that a resumed run is compared by, with their values.
+    """Return the keys and values of a run that are compared with those of its checkpoint.
 
-    The optimizer state depends on `optim.name` and `optim.moments`, the position in the data on
-    `data.*`, `train.seed` and `train.seq_len`, later updates on `_UPDATES`.
+    The optimizer state depends on `optim.name` and `optim.moments`; the position in the data on
+    `data.*`, `train.seed` and `train.seq_len`; and later updates on `_UPDATES`.
     """
     data = config.data.model_dump(mode="json", exclude={"cache_dir"})
     values = config.model_dump(mode="json")
@@ -105,10 +106,10 @@ def schedule_settings(config: RunConfig, warmup: int) -> dict[str, Any]:
 
 
 def resumed_warmup(config: RunConfig, metadata: CheckpointMetadata | None) -> int:
-    """Return the number of warm-up steps of a run, which may resume.
+    """Return the number of warm-up steps of a new or resumed run.
 
-    A warm-up that was complete keeps its length if train.steps has changed, so that it is not
-    entered again; a changed schedule.warmup takes effect.
+    If train.steps has changed, a completed warm-up keeps its length, so that the run does not warm
+    up again. A changed schedule.warmup takes effect.
 
     Args:
         metadata: metadata of the checkpoint; None: the run does not resume.
@@ -127,9 +128,9 @@ def _changed_settings(
     """Yield (key, value, value in the checkpoint) of the `resume_settings` that differ."""
     defaults = {key: default for key, default, _ in fields(RunConfig)}
     for key, value in resume_settings(config).items():
-        if key in _UPDATES and key not in metadata.settings:  # an older one does not say
+        if key in _UPDATES and key not in metadata.settings:  # an old checkpoint
             continue
-        saved = metadata.settings.get(key, defaults[key])  # missing: added after the checkpoint
+        saved = metadata.settings.get(key, defaults[key])  # missing: a newer key
         if saved != value:
             yield key, value, saved
 
@@ -137,12 +138,12 @@ def _changed_settings(
 def _log_other_choices(
     checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata
 ) -> None:
-    """Log what was chosen for a checkpoint by a machine or versions that this run does not have."""
+    """Log automatic choices of the checkpoint's run that differ from the settings of this run."""
     for key, before in metadata.automatic.items():
         section, name = key.split(".")
         if (value := getattr(getattr(config, section, None), name, before)) != before:
             log.info(
-                "%s = %r, but %r was chosen for %s: results can differ by rounding",
+                "%s = %r, but %r was chosen automatically for %s: results can differ by rounding",
                 key,
                 value,
                 before,
@@ -162,10 +163,10 @@ def _log_schedule_changes(
     would = ""
     if metadata.step < before["train.steps"]:
         with contextlib.suppress(ValueError, TypeError):  # a schedule that this version lacks
-            would = f", where it would have been {_rate(metadata.step, before):.3g}"
+            would = f" (without these changes: {_rate(metadata.step, before):.3g})"
     changes = ", ".join(f"{key} = {after[key]!r} (was {before[key]!r})" for key in changed)
     log.warning(
-        "%s since %s: the learning rate of step %d is %.3g%s; the warm-up is %d steps",
+        "%s: changed since %s; the learning rate of step %d is %.3g%s; the warm-up is %d steps",
         changes,
         checkpoint,
         metadata.step + 1,
@@ -178,7 +179,7 @@ def _log_schedule_changes(
 def _rate(step: int, settings: dict[str, Any]) -> float:
     """Return the learning rate of an update (0-based), from `schedule_settings`."""
     keys = [key for key in settings if key.startswith("schedule.")]
-    # of an older checkpoint, whose values may be refused by now
+    # Not validated: values of an older checkpoint may be illegal now.
     options = Schedule.model_construct(
         **{key.removeprefix("schedule."): settings[key] for key in keys}
     )
@@ -189,24 +190,23 @@ def _rate(step: int, settings: dict[str, Any]) -> float:
 def check_data(
     checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata, data: dict[str, str]
 ) -> None:
-    """Check that data and tokenizer are those of the checkpoint.
+    """Raise ConfigError if data or tokenizer differ from those of the checkpoint.
 
-    Otherwise the same sequence number would select different text. Raises ConfigError.
+    With other data or another tokenizer, the same sequence number would select different text.
 
     Args:
         data: result of `identity_of`.
     """
     if config.checkpoint.allow_data_change:
         return
-    older = {key: data[key] for key in data if key != SPLIT}  # an old checkpoint may lack some keys
-    changed = [key for key in older if metadata.data.get(key, older[key]) != older[key]]
-    split, saved = (each.get(SPLIT, BY_POSITION) for each in (data, metadata.data))
-    if not changed and split != saved and config.data.validation_fraction:
+    changed = [key for key in data if metadata.data.get(key, data[key]) != data[key]]
+    if ORDER in data and ORDER not in metadata.data and metadata.data:
         raise ConfigError(
-            f"data.validation_fraction = {config.data.validation_fraction}: {checkpoint} holds "
-            f"copies of documents out by their {saved}, this dtron by their {split}, which changes "
-            "the order of the training documents; set checkpoint.allow_data_change=true to "
-            "continue at the same sequence number"
+            f"data.{'hf_path' if config.data.source == 'hf' else 'paths'}: {checkpoint} was "
+            "written by an earlier version of dtron, which held out other documents and trained on "
+            "the rest in another order (or it trained on a stream); set "
+            "checkpoint.allow_data_change=true to continue at the same sequence number of the new "
+            "order"
         )
     if not changed:
         return
@@ -222,8 +222,11 @@ def check_data(
 
 
 def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:
-    """Log changed settings that change the training: the text of a sequence number, updates,
-    learning rates, or, chosen automatically, the order of sums."""
+    """Log each setting that differs from the checkpoint's and affects training, with its effect.
+
+    Effects: a sequence number selects different text, updates or learning rates change, or results
+    differ by rounding (settings that were chosen automatically).
+    """
     _log_other_choices(checkpoint, config, metadata)
     known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
     for key, value, saved in _changed_settings(config, metadata):

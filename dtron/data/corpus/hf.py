@@ -9,16 +9,18 @@ The library `datasets` is in the extra `hf` and is imported only here. Private n
 of a Dataset, the library's hash of its content; tested with datasets 5.2.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dtron.config import Data
-from dtron.data.documents import MAX_INFLATION, Corpus, hint_of_key, text_of
+from dtron.data.corpus.documents import Corpus, Part, Reading, hint_of_key, text_of
+from dtron.data.corpus.parquet import check_inflation
 from dtron.data.stream import START
 from dtron.errors import ConfigError, DataError, DtronError
-from dtron.io.untrusted import MB
+from dtron.io.untrusted import open_regular
 
 BATCH_ROWS = 256
 SAVED = (
@@ -40,16 +42,21 @@ def hf_corpus(data: Data) -> Corpus:
     dataset = _load(data, streaming=False)
     _check_columns(data, dataset)
 
-    def texts() -> Iterator[str]:
+    def texts(part: Part, reading: Reading) -> Iterator[str]:
         row = 0
         for batch in dataset.select_columns([data.text_key]).iter(batch_size=BATCH_ROWS):
             for text in batch[data.text_key]:
                 row += 1
-                yield text_of({data.text_key: text}, data.text_key, f"{name}, row {row}")
+                try:
+                    text = text_of({data.text_key: text}, data.text_key, f"{name}, row {row}")
+                except DataError as error:
+                    reading.refuse(error)
+                    continue
+                yield text
 
     name = stream_name(data)
     identity = json.dumps(["hf", dataset._fingerprint, len(dataset), data.text_key])
-    return Corpus(name, identity, texts)
+    return Corpus(name, identity, ((Part(name, 0, 0),),), texts, lambda: identity)
 
 
 class HfStream:
@@ -69,9 +76,23 @@ class HfStream:
         splits = self._dataset.info.splits or {}
         info = splits.get(data.hf_split)
         self.n_documents: int | None = info.num_examples if info else None
+        self.holds_out = True
+        self.n_files = int(getattr(self._dataset, "num_shards", 1))
+        if not hasattr(self._dataset, "shard"):  # of an older version of the library
+            self.n_files = 1
+
+    def part(self, j: int, n: int) -> "HfStream":
+        """Return substream j of n, each of its own files."""
+        if n == 1:
+            return self
+        found = copy.copy(self)
+        found._dataset = self._dataset.shard(num_shards=n, index=j)
+        found.name, found.n_documents = f"{self.name}, part {j} of {n} by files", None
+        found.holds_out = False
+        return found
 
     def read(self, state: str) -> Iterator[str]:
-        """Yield the documents after a state."""
+        """Yield the documents that follow the position `state`: a result of `state()`, or START."""
         # An empty state makes the library start from the first row.
         self._dataset.load_state_dict({} if state == START else json.loads(state))
         row, failures = 0, _failures()
@@ -104,7 +125,8 @@ def _load(data: Data, *, streaming: bool) -> Any:
         if any((path / name).is_file() for name in SAVED):
             return _load_saved(data, path, streaming=streaming)
         for file in _parquet_files(path):
-            _check_parquet(data, file)
+            with open_regular(file) as opened:
+                check_inflation(opened, data.text_key, f"{stream_name(data)}: {file}")
         if path.is_file() and path.suffix.lower() in KINDS:
             name, files = KINDS[path.suffix.lower()], str(path)
         else:
@@ -126,60 +148,6 @@ def _parquet_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.rglob("*.parquet"))
     return [path] if path.is_file() and path.suffix.lower() == ".parquet" else []
-
-
-def _check_parquet(data: Data, file: Path) -> None:
-    """Check how many bytes a file of few bytes becomes, before the library reads it.
-
-    Pages are compressed, and a dictionary holds a text once that many rows have. Most files pass by
-    a bound that reads no texts: each row has the longest text of its group's dictionary. Others are
-    counted.
-
-    Raises:
-        DataError: it becomes more than 200 times its size.
-    """
-    import pyarrow.parquet as pq
-
-    room = MAX_INFLATION * file.stat().st_size + 16 * MB
-    opened = pq.ParquetFile(file, read_dictionary=[data.text_key])
-    groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
-    total = sum(group.total_byte_size for group in groups)
-    if total <= room and data.text_key in opened.schema_arrow.names:
-        repeated = sum(
-            group.num_rows * max(_lengths_of_dictionary(opened, i, data.text_key), default=0)
-            for i, group in enumerate(groups)
-        )
-        if total + repeated > room:
-            total = _text_bytes(opened, data.text_key)
-    if total > room:
-        raise DataError(
-            f"{stream_name(data)}: {file} becomes more than {MAX_INFLATION} times its size when it "
-            "is read; write its text as .jsonl if you want to train on it"
-        )
-
-
-def _lengths_of_dictionary(opened: Any, group: int, text_key: str) -> list[int]:
-    """Return the bytes of each text in the dictionary of a row group; its first row has all."""
-    import pyarrow.compute as pc
-
-    for batch in opened.iter_batches(1, row_groups=[group], columns=[text_key]):
-        if hasattr(batch.column(0), "dictionary"):  # else no text, which the library refuses
-            return pc.call_function("binary_length", [batch.column(0).dictionary]).to_pylist()
-        break
-    return []
-
-
-def _text_bytes(opened: Any, text_key: str) -> int:
-    """Return the bytes of all texts, counted by their numbers in the dictionary."""
-    import pyarrow.compute as pc
-
-    total = 0
-    for batch in opened.iter_batches(1024, columns=[text_key]):
-        (column,) = batch.columns
-        lengths = pc.call_function("binary_length", [column.dictionary])
-        taken = pc.cast(lengths.take(column.indices), "int64")
-        total += pc.call_function("sum", [taken]).as_py() or 0
-    return total
 
 
 def _damaged(data: Data, error: Exception) -> DataError:

@@ -1,0 +1,271 @@
+"""Tables of the tensors that a block saves for its backward, per token.
+
+A row is one tensor that autograd saves:
+
+    width    elements per token
+    split    how tp shards it: "neurons" (heads or hidden neurons, over tp), "heads" (key/value
+             heads; several tp ranks share one if tp exceeds their number), "tokens" (over tp with
+             sequence parallelism), "columns" (as "tokens", and the width of experts over etp),
+             "none" (whole on every tp rank)
+    modes    recompute modes that keep it: none, selective, attention. All modes keep the block's
+             input; `full` keeps nothing else
+
+The rows describe a compiled block: torch's partitioner keeps the cheapest elementwise results. An
+eager block keeps more (`eager`). `float8_inputs.py` changes the rows for float8 layers.
+tests/plan/test_activations.py compares rows with what torch's partitioner and autograd save, for
+every model family.
+"""
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from dtron.models.config import DecoderConfig
+from dtron.models.layers import ACTIVATIONS
+from dtron.models.matmuls import layer_matmuls
+
+NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
+ALL = (NONE, SELECTIVE, ATTENTION, "full")
+PRODUCT = (NONE, SELECTIVE)
+"""Modes that keep matmul results which the backward reads."""
+Split = Literal["neurons", "heads", "tokens", "columns", "none"]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd saves."""
+
+    module: str
+    width: float
+    split: Split
+    modes: tuple[str, ...] = (NONE,)
+    wide: bool = False
+    """Whether the tensor has at least 4 bytes per element in every dtype of computation."""
+    eager: bool | None = None
+    """True: only eager blocks keep the tensor; False: only compiled blocks; None: both."""
+    arrived: bool = False
+    """Whether it holds token copies received by experts, in buffers that may have free capacity."""
+    pulled: bool = False
+    """Whether ranks pull the tensor through symmetric memory if `parallel.dispatcher` uses it;
+    selective recomputation then keeps the tensor."""
+    read: bool = False
+    """Whether the tensor is the input of a matmul. If a schedule defers the weight gradient, the
+    tensor is kept until that gradient is computed."""
+    narrow: bool = False
+    """Whether the tensor is float8, 1 byte per element."""
+
+
+@functools.lru_cache(maxsize=64)
+def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[SavedTensor, ...]:
+    """List the tensors that a block of the given kind (`Resolved.kind`) saves.
+
+    Args:
+        padded: whether latent attention's values are padded to the width of keys, as context
+            parallelism and some kernels need.
+    """
+    mixture = kind != "dense"
+    rows = [SavedTensor("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
+    rows += _merge(model) if kind == "prediction" else []
+    rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
+    # Selective recomputation keeps the matmul's result, a partial sum for all tokens, and reduces
+    # it again.
+    rows += [
+        SavedTensor("wo", model.dim, "tokens"),
+        SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
+    ]
+    rows += _norm_rows(model, "ffn_norm", wide=mixture)
+    rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)
+    return tuple(rows)
+
+
+def _merge(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the tensors of an MTP block's merge.
+
+    These are the normalised embeddings and hidden states, the matmul's result and the last norm's
+    input.
+    """
+    return [
+        SavedTensor("input", model.dim, "tokens", ALL),
+        *_statistics(model, "merge", 3, "tokens"),
+        SavedTensor("merge", 2 * model.dim, "tokens", read=True),
+        SavedTensor("merge", model.dim, "tokens", PRODUCT),
+        SavedTensor("merge", model.dim, "tokens"),
+    ]
+
+
+def _statistics(
+    model: DecoderConfig, module: str, number: float, split: Split
+) -> list[SavedTensor]:
+    """Return the saved statistics of `number` norms per token.
+
+    The statistics are the reciprocal root and, for LayerNorm, the mean.
+    """
+    if model.norm == "layernorm":
+        return [SavedTensor(module, 2 * number, split)]
+    return [SavedTensor(module, number, split, wide=True)]
+
+
+def _norm_rows(model: DecoderConfig, module: str, wide: bool = False) -> list[SavedTensor]:
+    """A norm's statistics, and its gathered output or (`wide`) the float32 input of a router."""
+    rows = _statistics(model, module, 1, "tokens")
+    if wide:
+        return [*rows, SavedTensor("router", model.dim, "tokens", wide=True)]
+    return [*rows, SavedTensor(module, model.dim, "none", read=True)]
+
+
+def _attended(model: DecoderConfig, width: int, read: bool = True) -> list[SavedTensor]:
+    """Return attention's output and log-sum-exp.
+
+    `read`: whether wo reads the output itself, not a slice of it.
+    """
+    kept = (NONE, SELECTIVE, ATTENTION)
+    return [
+        SavedTensor("attention", width, "neurons", kept, read=read),
+        SavedTensor("attention", model.n_heads, "neurons", kept, wide=True),
+    ]
+
+
+def _attention(model: DecoderConfig) -> list[SavedTensor]:
+    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    rows = [SavedTensor("wq", q, "neurons", PRODUCT), *_shared(model, "wk", kv)]
+    if model.qk_norm:
+        rows += [SavedTensor("q_norm", q, "neurons"), SavedTensor("k_norm", kv, "heads")]
+        rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
+    return [*rows, *_shared(model, "wv", kv), *_attended(model, q)]
+
+
+def _shared(model: DecoderConfig, module: str, width: int) -> list[SavedTensor]:
+    """Return keys or values.
+
+    Whole heads are saved, but in mode selective the rank's own matmul result, from which the
+    backward gathers the heads again.
+    """
+    return [
+        SavedTensor(module, width, "heads"),
+        SavedTensor(module, width, "neurons", (SELECTIVE,)),
+    ]
+
+
+def _latent(model: DecoderConfig, padded: bool) -> list[SavedTensor]:
+    """Return the tensors of latent attention.
+
+    Queries, keys and padded values of all heads have the width of queries; unpadded values are a
+    part of wkv_b's output, which is kept.
+
+    Queries, keys and padded values of all heads have the width of queries; unpadded values are a
+    part of wkv_b's output, which is kept.
+    """
+    heads, rank, latent = model.n_heads, model.q_lora_rank, model.kv_lora_rank
+    q = heads * model.head_size
+    kv = heads * (model.nope_head_dim + model.v_head_size)
+    rows = [SavedTensor("wq", q, "neurons", PRODUCT)]
+    if rank:
+        rows += [
+            SavedTensor("wq_a", rank, "tokens", PRODUCT),
+            SavedTensor("q_a_norm", rank, "none", read=True),
+        ]
+        rows += _statistics(model, "q_a_norm", 1, "tokens")
+    rows += [
+        SavedTensor("wkv_a", latent + model.rope_head_dim, "tokens", PRODUCT),
+        *_statistics(model, "kv_a_norm", 1, "tokens"),
+        SavedTensor("kv_a_norm", latent, "none", read=True),
+        SavedTensor("wkv_b", kv, "neurons", (SELECTIVE,) if padded else PRODUCT),
+        SavedTensor("k", q, "neurons"),
+    ]
+    if not padded:
+        return [*rows, *_attended(model, heads * model.v_head_size)]
+    is_cut = q != heads * model.v_head_size
+    rows += [SavedTensor("v", q, "neurons"), *_attended(model, q, read=not is_cut)]
+    if is_cut:  # wo reads a copy of the unpadded slice
+        rows.append(SavedTensor("attention", heads * model.v_head_size, "neurons", read=True))
+    return rows
+
+
+def _feed_forward(model: DecoderConfig, module: str, width: int) -> list[SavedTensor]:
+    gated = ACTIVATIONS[model.activation].gated
+    rows = [SavedTensor(module, width, "neurons", PRODUCT)] * (2 if gated else 1)
+    rows.append(SavedTensor(module, width, "neurons", read=True))
+    if gated:
+        rows.append(SavedTensor(module, width, "neurons", eager=True))
+    return rows
+
+
+def _mixture(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the tensors of a mixture of experts, with k token copies per token.
+
+    These are inputs, hidden states and outputs of experts.
+    """
+    k = model.experts_per_token
+    gated = ACTIVATIONS[model.activation].gated
+    chosen = (NONE, SELECTIVE, ATTENTION)
+    rows = [
+        SavedTensor("router", model.n_experts, "tokens", PRODUCT, wide=True),
+        SavedTensor("router", 2 * k, "tokens", chosen, wide=True),  # int64: chosen experts
+        SavedTensor("router", k + 2, "tokens", wide=True),
+        SavedTensor("dispatch", 2 * k, "tokens", chosen, wide=True),  # int64: order of token copies
+        SavedTensor("dispatch", 2 * k, "tokens", wide=True),  # int64: the inverse order
+        SavedTensor("experts", k * model.dim, "tokens", arrived=True, pulled=True, read=True),
+        *[SavedTensor("experts", k * model.expert_dim, "columns", PRODUCT, arrived=True)]
+        * (2 if gated else 1),
+        SavedTensor("experts", k * model.expert_dim, "columns", arrived=True, read=True),
+        SavedTensor("experts", k * model.dim, "tokens", PRODUCT),
+        # Kept only by eager selective recomputation with symmetric memory: the combined outputs.
+        SavedTensor("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
+    ]
+    if gated:
+        rows.append(
+            SavedTensor("experts", k * model.expert_dim, "columns", eager=True, arrived=True)
+        )
+    if width := model.n_shared_experts * model.expert_dim:
+        rows.append(SavedTensor("shared", model.dim, "none", read=True))
+        rows += _feed_forward(model, "shared", width)
+    return rows
+
+
+_ATTENTION = {
+    *("wq", "wk", "wv", "q_norm", "k_norm", "attention"),
+    *("wq_a", "q_a_norm", "wkv_a", "kv_a_norm", "wkv_b", "k", "v"),
+}
+
+
+def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
+    """Whether the backward recomputes a tensor with `recompute.modules` = `names`.
+
+    Experts' outputs count as kept: torch 2.13 keeps them, eager or compiled; torch 2.14 recomputes
+    compiled ones.
+
+    Args:
+        chained: whether attention is compiled and keeps no matmul result. Its backward then also
+            recomputes the output of the norm before it.
+    """
+    if row.module == "attn_norm":
+        return "attn" in names and chained and row.read
+    return (
+        (row.module in _ATTENTION and "attn" in names)
+        or (row.module == "ffn" and "ffn" in names)
+        or (row.module == "shared" and row.split == "neurons" and "ffn.shared" in names)
+        or (row.module == "experts" and row.split == "columns" and "ffn.experts" in names)
+    )
+
+
+_RESULT: dict[str, Split] = {"columns": "neurons", "rows": "none", "none": "tokens"}
+"""How tp shards a matmul's result, by how tp shards its weight (`Matmul.split`)."""
+
+
+@functools.lru_cache(maxsize=64)
+def output_gradients(model: DecoderConfig, kind: str) -> tuple[SavedTensor, ...]:
+    """List the gradients of the results of a block's matmuls.
+
+    Deferred weight gradients need these and the `read` tensors of `block`;
+    `dtron.parallelisms.pipeline.split_backward` holds both.
+    """
+    rows = []
+    for each in layer_matmuls(model, kind):
+        if each.module == "experts":
+            split: Split = "columns" if each.split == "columns" else "tokens"
+            width = model.experts_per_token * each.n
+            rows.append(SavedTensor("experts", width, split, arrived=True))
+        elif each.module != "router":
+            rows.append(SavedTensor(each.module, each.n, _RESULT[each.split]))
+    return tuple(rows)
