@@ -37,7 +37,7 @@ _PRELOAD = [
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
 ]
-_TIMEOUT_SECONDS = 60
+_TIMEOUT_SECONDS = 180  # of a collective: one rank may compile while the others wait
 _CRASHES = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS}
 
 
@@ -58,7 +58,7 @@ def run_ranks(
     started once more, with a warning; ranks that crash again fail.
 
     Args:
-        seconds: how long `body` may take; a single collective has a minute in any case.
+        seconds: how long `body` may take; a single collective has three minutes in any case.
     """
     try:
         return _run(n, body, args, seconds)
