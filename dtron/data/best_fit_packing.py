@@ -28,7 +28,7 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ from dtron.data.packing import (
     IGNORE,
     Packed,
     Tokens,
+    UnreadSequence,
     Waste,
     number_documents,
     number_pieces,
     order_of_groups,
-    read_spans,
+    read_sequences,
 )
 from dtron.data.shuffle import shuffle
 from dtron.io.filesystem import write_atomically
@@ -195,24 +196,26 @@ class PackingPlan:
         sequences = shuffle(np.arange(2 * n, 2 * n + len(self)), seed, epoch) - 2 * n
         return EpochOrder(pieces, sequences, seed, epoch)
 
-    def sequence(self, order: EpochOrder, index: int) -> Packed:
+    def unread(self, order: EpochOrder, index: int) -> UnreadSequence:
         """Return sequence `index` of an epoch, 0 <= index < len(self)."""
         number, n = order.sequences[index], len(order.pieces)
         places = self._places[self._firsts[number] : self._firsts[number + 1]]
         chosen = order.pieces[places]
-        return self._assemble(shuffle(chosen + n, order.seed, order.epoch) - n)
-
-    def _assemble(self, chosen: np.ndarray) -> Packed:
-        tokens = np.full(self._seq_len, self._eos_id, np.int64)
-        labels = np.full(self._seq_len, IGNORE, np.int64)
-        pieces, filled, read = self._pieces, 0, 0
+        pieces, chosen = self._pieces, shuffle(chosen + n, order.seed, order.epoch) - n
         starts, lengths = pieces.starts[chosen].tolist(), pieces.lengths[chosen].tolist()
         more = pieces.continues[chosen].tolist()  # whether the last token of a piece has a label
-        columns = list(zip(starts, lengths, more, strict=True))
+        columns = zip(starts, lengths, more, strict=True)
         spans = [(at, at + n + continues) for at, n, continues in columns]
-        windows = read_spans(self._tokens, spans)
-        for _, length, continues in columns:
-            window = windows[read : read + length + continues]
+        return UnreadSequence(self._tokens, spans, partial(self._pack, lengths, spans))
+
+    def _pack(
+        self, lengths: list[int], spans: list[tuple[int, int]], windows: np.ndarray
+    ) -> Packed:
+        tokens = np.full(self._seq_len, self._eos_id, np.int64)
+        labels = np.full(self._seq_len, IGNORE, np.int64)
+        filled, read = 0, 0
+        for length, (start, stop) in zip(lengths, spans, strict=True):
+            window = windows[read : read + stop - start]
             tokens[filled : filled + length] = window[:length]
             labels[filled : filled + len(window) - 1] = window[1:]
             filled, read = filled + length, read + len(window)
@@ -284,11 +287,11 @@ class PackedGroups:
         groups = order_of_groups(self._index, seed, epoch)
         return GroupOrder(self._open_plan, self._counts, groups, seed, epoch)
 
-    def sequence(self, order: GroupOrder, index: int) -> Packed:
+    def unread(self, order: GroupOrder, index: int) -> UnreadSequence:
         """Return sequence `index` of an epoch, 0 <= index < len(self)."""
         place, within = order.locate(index)
         plan, epoch_order = order.opened(place)
-        return plan.sequence(epoch_order, within)
+        return plan.unread(epoch_order, within)
 
     def waste(self, order: GroupOrder) -> Waste:
         """Return padding of the whole split, and split documents of its first group."""
@@ -346,7 +349,7 @@ class FixedPieces:
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k, 0 <= k < len(self)."""
-        return self._plan.sequence(self._order, k)
+        return read_sequences([self._plan.unread(self._order, k)])[0]
 
 
 def _longest_first(lengths: np.ndarray, seq_len: int) -> np.ndarray:

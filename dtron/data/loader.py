@@ -166,7 +166,9 @@ class Loader:
         rows = sequences_of_step(
             self._next, self._global_batch, self._micro_batch, self._dp_rank, self._dp_size
         )
-        batches = [stacked(self._source.sequence, each) for each in rows]
+        numbers = [k for each in rows for k in each]
+        packed = dict(zip(numbers, self._source.sequences(numbers), strict=True))
+        batches = [stacked(packed.__getitem__, each) for each in rows]
         self._next += self._global_batch
         return batches
 

@@ -19,9 +19,9 @@ continues from an earlier sequence starts at position 0.
 Legend: T tokens per sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,28 @@ class Packed:
         return 0 if self.pieces is None else int((self.pieces < 0).sum())
 
 
+class Tokens(Protocol):
+    """Token ids (N,) in memory or in a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Return the tokens of a slice."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnreadSequence:
+    """A sequence whose tokens are not read yet."""
+
+    tokens: Tokens
+    """Where the spans are."""
+    spans: list[tuple[int, int]]
+    """(first, last + 1) positions of the tokens to read"""
+    pack: Callable[[np.ndarray], Packed]
+    """Makes the sequence of the tokens of all spans, concatenated."""
+
+
 @dataclass(frozen=True)
 class Waste:
     """The cost of packing: padding, and documents that are split."""
@@ -78,21 +100,19 @@ class Waste:
         )
 
 
-class Tokens(Protocol):
-    """Token ids (N,) in memory or in a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> np.ndarray:
-        """Return the tokens of a slice."""
-        ...
-
-
 def read_spans(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the tokens [start, stop) of all spans, concatenated."""
     if isinstance(tokens, TokenShards):
         return tokens.read(spans)
     return np.concatenate([tokens[start:stop] for start, stop in spans])
+
+
+def read_sequences(sequences: Sequence[UnreadSequence]) -> list[Packed]:
+    """Read the tokens of sequences of one corpus together: a store answers all requests at once."""
+    window = read_spans(sequences[0].tokens, [span for each in sequences for span in each.spans])
+    sizes = [sum(stop - start for start, stop in each.spans) for each in sequences]
+    windows = np.split(window, np.cumsum(sizes)[:-1])
+    return [each.pack(part) for each, part in zip(sequences, windows, strict=True)]
 
 
 class TrainingSource(Protocol):
@@ -101,6 +121,10 @@ class TrainingSource(Protocol):
     def sequence(self, k: int) -> Packed:
         """Return sequence k of the run."""
         ...
+
+    def sequences(self, numbers: Sequence[int]) -> list[Packed]:
+        """Return several sequences of the run, in ascending order."""
+        return [self.sequence(k) for k in numbers]
 
     def state(self, k: int) -> State:
         """Return what `seek` needs, besides k, to continue at sequence k; flat, for JSON."""
@@ -226,11 +250,12 @@ class CutDocuments:
         """Return the documents in the order of an epoch."""
         return EpochOfDocuments(self._index, seed, epoch)
 
-    def sequence(self, order: EpochOfDocuments, index: int) -> Packed:
+    def unread(self, order: EpochOfDocuments, index: int) -> UnreadSequence:
         """Return sequence `index` of an epoch, 0 <= index < len(self)."""
         start = index * self._seq_len
-        return pack_spans(
-            self._tokens, order.spans(start, start + self._seq_len + 1), mask_documents=self._mask
+        spans = order.spans(start, start + self._seq_len + 1)
+        return UnreadSequence(
+            self._tokens, spans, partial(pack_spans, spans=spans, mask_documents=self._mask)
         )
 
     def waste(self, order: EpochOfDocuments) -> Waste:
@@ -241,19 +266,19 @@ class CutDocuments:
 class SequencePlan(Protocol):
     """The sequences of a split in the order of an epoch.
 
-    `order` returns this order for `sequence` and `waste`; its type differs between plans.
+    `order` returns this order for `unread` and `waste`; its type differs between plans.
     """
 
     def __len__(self) -> int: ...
 
     def order(self, seed: int, epoch: int) -> Any: ...
 
-    def sequence(self, order: Any, index: int) -> Packed: ...
+    def unread(self, order: Any, index: int) -> UnreadSequence: ...
 
     def waste(self, order: Any) -> Waste: ...
 
 
-class Shuffled:
+class Shuffled(TrainingSource):
     """The training split: endless epochs, each in a different order."""
 
     def __init__(self, plan: SequencePlan, seed: int) -> None:
@@ -263,10 +288,17 @@ class Shuffled:
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k of the run, k = 0, 1, 2, ..."""
+        return self.sequences([k])[0]
+
+    def sequences(self, numbers: Sequence[int]) -> list[Packed]:
+        """Return several sequences of the run, whose tokens are read together."""
+        return read_sequences([self._unread(k) for k in numbers])
+
+    def _unread(self, k: int) -> UnreadSequence:
         epoch, index = divmod(k, len(self._plan))
         if epoch != self._epoch:  # one order is kept: k usually ascends
             self._epoch, self._order = epoch, self._plan.order(self._seed, epoch)
-        return self._plan.sequence(self._order, index)
+        return self._plan.unread(self._order, index)
 
     def state(self, k: int) -> State:
         """Return no state: sequence k depends on k alone."""
@@ -312,7 +344,8 @@ class OrderedDocuments:
         total, start = len(self._documents), k * self._seq_len
         if total > self._seq_len:
             spans = self._documents.spans(start, start + self._seq_len + 1)
-            return pack_spans(self._tokens, spans, mask_documents=self._mask)
+            window = read_spans(self._tokens, spans)
+            return pack_spans(window, spans=spans, mask_documents=self._mask)
         spans = self._documents.spans(0, total)
         padding = self._seq_len + 1 - total
         window = read_spans(self._tokens, spans).astype(np.int64)
@@ -328,10 +361,18 @@ def order_of_groups(index: DocumentIndex, seed: int, epoch: int) -> np.ndarray:
     return shuffle(np.flatnonzero(index.group_sizes[:, 0]), seed, epoch)
 
 
-def pack_spans(tokens: Tokens, spans: Sequence[tuple[int, int]], *, mask_documents: bool) -> Packed:
-    """Make a sequence of T tokens from the spans of successive documents, T + 1 tokens in all."""
-    window = read_spans(tokens, spans).astype(np.int64)
-    packed = pack(window, [stop - start for start, stop in spans], mask_documents=mask_documents)
+def pack_spans(
+    window: np.ndarray, *, spans: Sequence[tuple[int, int]], mask_documents: bool
+) -> Packed:
+    """Make a sequence of T tokens.
+
+    Args:
+        window: any integer dtype (T + 1,), the tokens of the spans.
+        spans: where they are in the corpus, one span for each successive document.
+        mask_documents: as in CutDocuments.
+    """
+    lengths = [stop - start for start, stop in spans]
+    packed = pack(window.astype(np.int64), lengths, mask_documents=mask_documents)
     return replace(packed, spans=tuple(spans))
 
 

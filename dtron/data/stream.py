@@ -68,7 +68,7 @@ class DocumentStream(Protocol):
         ...
 
 
-class Substreams:
+class Substreams(TrainingSource):
     """A stream divided by files into n substreams: sequence k is number k // n of substream k % n.
 
     A rank opens the substreams of its own sequences only, so that it tokenizes no others. Each
@@ -233,7 +233,7 @@ class _DocumentReader:
         return documents
 
 
-class StreamedDocuments:
+class StreamedDocuments(TrainingSource):
     """The training split of a stream: endless sequences in stream order.
 
     Args:
@@ -331,7 +331,7 @@ class StreamedDocuments:
             self._buffered += sum(len(document.ids) for document in documents)
 
 
-class StreamedPieces:
+class StreamedPieces(TrainingSource):
     """The training split of a stream with whole documents, packed window by window.
 
     Args:

@@ -150,6 +150,30 @@ def test_sequences_of_a_store_are_those_of_a_disk(
     assert held_out is not None
 
 
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_a_step_is_read_by_requests_that_are_sent_together(
+    prepared: Path, tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both micro-batches; one sequence after the other would wait for each."""
+    batches, calls = [], []
+    for place in (prepared, url(prepared)):
+        data = section(place, **settings(tmp_path, packing=packing))
+        prepare(data, 24)
+        source, _ = open_data(data, seq_len=24, seed=1)
+        if place != prepared:
+            monkeypatch.setattr(
+                "dtron.data.corpus.token_corpus.read_ranges",
+                lambda ranges, seconds: calls.append(len(ranges)) or read_ranges(ranges, seconds),
+            )
+        loader = Loader(source, global_batch=8, micro_batch=2, dp_rank=1, dp_size=2)
+        batches.append([batch for _ in range(3) for batch in loader.step()])
+    assert len(calls) == 3
+    for here, there in zip(*batches, strict=True):
+        assert here.tokens.tolist() == there.tokens.tolist()
+        assert here.labels.tolist() == there.labels.tolist()
+        assert here.sequence.tolist() == there.sequence.tolist()
+
+
 def test_what_a_store_lacks_is_named(prepared: Path, tmp_path: Path) -> None:
     data = section(url(prepared), **settings(tmp_path))
     prepare(data)
