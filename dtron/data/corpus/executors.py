@@ -8,6 +8,7 @@ Source: datatrove's executors, https://github.com/huggingface/datatrove.
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,11 @@ def prepare_on(
         ) from None
     except TypeError as error:
         raise ConfigError(f"--on-option: {error}") from None
+    except subprocess.CalledProcessError as error:  # it has printed why
+        raise ConfigError(
+            f"--on {kind}: {error.cmd[0]} has ended with exit status {error.returncode}, see above; "
+            "check --on-option"
+        ) from None
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -75,9 +75,13 @@ def start_folder(corpus: Corpus, tokenizer: Tokenizer, out: Location, skip_error
         found = found if isinstance(found, dict) else {}
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}; delete the folder") from None
+    if skip_errors and found == {**plan, "skip_errors": False}:
+        write_json(path, plan)  # the shards that are finished had no errors
+        return
     if changed := [key for key in plan if found.get(key) != plan[key]]:
+        names = ["--on-error" if key == "skip_errors" else key for key in changed]
         raise DataError(
-            f"--out: {out} was begun with another {' and '.join(changed)} (or files have changed "
+            f"--out: {out} was begun with another {' and '.join(names)} (or files have changed "
             "since); name a new folder, or delete this one"
         )
 

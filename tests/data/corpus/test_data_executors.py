@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dtron.config import Data
+from dtron.data.corpus import executors
 from dtron.data.corpus.documents import files_corpus
 from dtron.data.corpus.executors import FinishFolder, TokenizeTasks, prepare_on
 from dtron.data.corpus.prepare import prepare_folder, start_folder
@@ -66,6 +68,35 @@ def test_what_an_executor_needs_is_named(
         prepare_on("ray", corpus, tokenizer, tmp_path / "a", False, None, [])
     with pytest.raises(ConfigError, match="--on-option partition is not KEY=VALUE"):
         prepare_on("slurm", corpus, tokenizer, tmp_path / "b", False, None, ["partition"])
+
+
+def test_a_scheduler_that_refuses_a_job_is_named(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*arguments: object) -> None:
+        raise subprocess.CalledProcessError(1, ["sbatch", "job"])
+
+    monkeypatch.setitem(executors.EXECUTORS, "slurm", refusing)
+    with pytest.raises(ConfigError, match=r"--on slurm: sbatch .* exit status 1, see above; check"):
+        prepare_on("slurm", files_corpus(data), ByteTokenizer(), tmp_path / "a", False, None, [])
+
+
+def test_errors_can_be_skipped_once_shards_are_finished(
+    data: Data, tmp_path: Path, texts: list[str]
+) -> None:
+    """And the bytes are those of a folder that was begun so; the reverse is refused."""
+    lines = [json.dumps({"text": text}) for text in texts]
+    Path(data.paths[0]).write_text("\n".join([*lines[:-1], "no JSON", lines[-1]]))
+    corpus, tokenizer, out = files_corpus(data), ByteTokenizer(), tmp_path / "out"
+    with pytest.raises(DataError, match="not JSON"):
+        prepare_folder(corpus, tokenizer, out, 1, False)
+    written = (out / "00000.tokens").stat().st_mtime_ns
+    prepare_folder(corpus, tokenizer, out, 1, True)
+    assert (out / "00000.tokens").stat().st_mtime_ns == written
+    prepare_folder(corpus, tokenizer, tmp_path / "whole", 1, True)
+    assert content(out) == content(tmp_path / "whole")
+    with pytest.raises(DataError, match="was begun with another --on-error"):
+        prepare_folder(corpus, tokenizer, out, 1, False)
 
 
 def test_arguments_of_an_executor_are_checked(data: Data, tmp_path: Path) -> None:
