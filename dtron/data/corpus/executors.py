@@ -121,8 +121,8 @@ def prepare_on(
         raise ConfigError(f"--on-option: {error}") from None
     except subprocess.CalledProcessError as error:  # it has printed why
         raise ConfigError(
-            f"--on {kind}: {error.cmd[0]} has ended with exit status {error.returncode}, see above; "
-            "check --on-option"
+            f"--on {kind}: {error.cmd[0]} has ended with exit status {error.returncode}, see "
+            "above; check --on-option"
         ) from None
 
 
