@@ -37,6 +37,7 @@ from dtron.io.untrusted import open_regular, parse, sha256_of
 _OPEN_FILES = 256
 _REQUEST_SECONDS = 60.0
 """Longest time limit of the requests of one read, before they are repeated."""
+_REQUESTS = 1024  # sent together; more would share the time limit of one read
 _STORE_FIX = "check the store, then start again: the run resumes from its last checkpoint"
 
 logger = logging.getLogger("dtron")
@@ -102,8 +103,8 @@ class TokenShards:
                 else:
                     self._read_into(shard, part, at)
                 filled, start = filled + size, end
-        if remote:
-            self._fetch(remote)
+        for first in range(0, len(remote), _REQUESTS):
+            self._fetch(remote[first : first + _REQUESTS])
         if len(tokens) and tokens.max() >= self._vocab_size:
             raise DataError(
                 f"{self._paths[0].parent} is damaged: token {tokens.max()} is not in the "
