@@ -193,8 +193,9 @@ class Parallel(Section):
     of one host if `ep_capacity` is at least ep, which is enough for any load; else `all_to_all`."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
     """With `dispatcher = "symmetric_memory"`, the maximum number of token copies that a rank
-    receives, as a multiple of a balanced load; buffers and activations of experts grow with it. The
-    run stops if a rank would receive more; ep_capacity = ep is always enough."""
+    receives, as a multiple of a balanced load; buffers and activations of experts grow with it. If
+    a rank would receive more, it is made larger and the steps since are repeated; ep_capacity = ep
+    is always enough."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are

@@ -67,8 +67,8 @@ class Guards:
         self.watchdog.beat(step)
 
     @contextlib.contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Pause the watchdog during a save after `step`; saves have a separate time limit."""
+    def unwatched(self, step: int) -> Iterator[None]:
+        """Pause the watchdog after `step`, during a save or steps that are compiled again."""
         self.watchdog.pause(step)
         try:
             yield

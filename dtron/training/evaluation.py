@@ -3,7 +3,7 @@
 All ranks run every forward pass, since collectives gather the parameters. Rank 0 draws the tokens.
 """
 
-import functools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -16,6 +16,8 @@ from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.setup.preflight import DataSetup
 from dtron.training.batches import RankBatches
 from dtron.training.step import ParallelModel, as_micro_batch, evaluate
+
+log = logging.getLogger("dtron")
 
 
 class Evaluation:
@@ -38,14 +40,29 @@ class Evaluation:
             dp_rank=self.model.mesh.rank(*BATCH_AXES),
             dp_size=self.model.mesh.size(*BATCH_AXES),
         )
-        return evaluate(self.model, [self.batches.prepare(batch) for batch in batches]).item()
+        prepared = [self.batches.prepare(batch) for batch in batches]
+        loss = evaluate(self.model, prepared)
+        while self._grown():
+            loss = evaluate(self.model, prepared)
+        return loss.item()
+
+    def _grown(self) -> bool:
+        """Return whether experts' tokens were dropped, for which there is room now; a collective.
+
+        Raises: as `Dispatcher.grow`.
+        """
+        dispatcher = self.model.applied.dispatcher
+        said = dispatcher.grow(self.batches.device) if dispatcher is not None else ""
+        if said:
+            log.warning("%s; the evaluation is repeated", said)
+        return bool(said)
 
     def sample(self) -> str:
         """Continue `train.sample_prompt` by `train.sample_tokens` tokens; return the text."""
-        train, vocabulary = self.config.train, self.batches.model.config.vocab_size
+        train = self.config.train
         with self.model.applied.evaluating():
-            text = sample_text(
-                functools.partial(next_logits, self.model, self.batches.prepare, vocabulary),
+            return sample_text(
+                self._next_logits,
                 self.data.tokenizer,
                 prompt=train.sample_prompt,
                 n_tokens=train.sample_tokens,
@@ -53,9 +70,14 @@ class Evaluation:
                 device=self.batches.device,
                 seed=train.seed,
             )
-        if self.model.applied.dispatcher is not None:
-            self.model.applied.dispatcher.check(self.batches.device)
-        return text
+
+    def _next_logits(self, tokens: Tensor, index: int) -> Tensor:
+        vocabulary = self.batches.model.config.vocab_size
+        arguments = (self.model, self.batches.prepare, vocabulary, tokens, index)
+        logits = next_logits(*arguments)
+        while self._grown():
+            logits = next_logits(*arguments)
+        return logits
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
 """One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
 The host never waits for the device. Updates with non-finite gradients are skipped and counted on
-the device, with the same result on all ranks.
+the device, with the same result on all ranks. So are, uncounted, the first step that drops tokens
+of experts and those after it, which `Repeats` repeats.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +26,10 @@ from dtron.run.profiler import phase
 from dtron.training.loss import count_labels
 from dtron.training.optim import update
 
+log = logging.getLogger("dtron")
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+MOST_KEPT = 16
+"""Steps whose batches are kept at most to repeat them; then the host waits for the device."""
 
 
 class Guard(Protocol):
@@ -103,6 +108,12 @@ class TrainStep:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         self.most_in_a_row = torch.zeros_like(self.skipped)
+        self.first_dropped = torch.zeros_like(self.skipped)
+        """The first step (1-based) that dropped tokens of experts on any rank; 0: no step did. From
+        that step on no update is taken until it is set to 0."""
+        dispatcher = model.applied.dispatcher
+        self.drops = dispatcher is not None and dispatcher.dropped(self.skipped.device) is not None
+        """Whether a step can drop tokens of experts."""
 
     def __call__(
         self, batches: Sequence[Batch], step: int, lr: float, compute: Compute | None = None
@@ -117,6 +128,9 @@ class TrainStep:
             loss = compute(accumulate) if compute else accumulate()
         with phase("optimizer"):
             norm = global_norm(self.parameters, self.model.mesh, self.model.applied.shared.copies)
+            dropped = self._dropped(step + 1)
+            if self.drops:
+                norm, loss = (torch.where(dropped, torch.nan, x) for x in (norm, loss))
             finite = taken = norm.isfinite()
             scale = clip_scale(norm, self.max_grad_norm)
             if self.guard is not None:
@@ -128,10 +142,25 @@ class TrainStep:
             if self.after_update is not None:
                 self.after_update(taken)
             self.optimizer.zero_grad()
-        self.skipped += ~finite
-        self.skipped_in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
+        self.skipped += ~finite & ~dropped
+        in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
+        self.skipped_in_a_row = torch.where(dropped, self.skipped_in_a_row, in_a_row)
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.skipped_in_a_row)
         return StepResult(loss, norm, self.mtp_loss)
+
+    def _dropped(self, step: int) -> Tensor:
+        """Return whether a rank has dropped tokens up to this step (1-based), a bool scalar."""
+        if not self.drops:
+            return self.first_dropped > 0
+        dispatcher = self.model.applied.dispatcher
+        assert dispatcher is not None, "it drops"
+        own = dispatcher.dropped(self.skipped.device)
+        assert own is not None, "it drops"
+        dropped = own.long()
+        dist.all_reduce(dropped, op=dist.ReduceOp.MAX)
+        first = torch.where(self.first_dropped > 0, self.first_dropped, step)
+        self.first_dropped = first * dropped
+        return dropped > 0
 
     def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
         """Run forward and backward of all micro-batches, and complete the gradients.
@@ -208,6 +237,54 @@ class TrainStep:
         if index is None:
             index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         return token_keys(self.dropout_seed, step, batch.sequence, index.expand_as(batch.tokens))
+
+
+class Repeats:
+    """Repeats steps that dropped tokens of experts, after the dispatcher has made room for them.
+
+    The host does not wait to learn whether a step drops tokens: that step changes nothing, and
+    neither does any step after it, on all ranks (`TrainStep.first_dropped`). Batches are kept until
+    `settle`, which makes room and repeats the steps, from weights that are still those before the
+    first of them. So the run is what it would have been with that much room from its start.
+
+    All ranks call every method together. With dispatchers that drop nothing it does nothing.
+    """
+
+    def __init__(self, step: TrainStep, device: torch.device) -> None:
+        self.step, self.device = step, device
+        self.dispatcher = step.model.applied.dispatcher
+        self._keeps = step.drops
+        self._kept: list[tuple[Sequence[Batch], int, float]] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether `settle` must be called before the next step."""
+        return len(self._kept) == MOST_KEPT
+
+    def keep(self, batches: Sequence[Batch], step: int, lr: float) -> None:
+        """Keep the arguments of the call of `TrainStep` that has just returned."""
+        if self._keeps:
+            self._kept.append((batches, step, lr))
+
+    def settle(self) -> StepResult | None:
+        """Wait for the device; repeat steps until nothing was dropped in any.
+
+        Returns:
+            The result of the latest step, if it was repeated.
+        Raises:
+            TrainingError: as `Dispatcher.grow`; on all ranks.
+        """
+        kept, self._kept, result = self._kept, [], None
+        while kept and (first := int(self.step.first_dropped)):
+            assert self.dispatcher is not None, "it has dropped something"
+            said, last = self.dispatcher.grow(self.device), kept[-1][1] + 1
+            steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
+            log.warning("%s; %s repeated", said, steps)
+            self.step.first_dropped.zero_()
+            for batches, step, lr in kept:
+                if step + 1 >= first:
+                    result = self.step(batches, step, lr)
+        return result
 
 
 def _label_counts(batch: Batch) -> Tensor:

@@ -67,7 +67,7 @@ from dtron.training.evaluation import Evaluation
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import Saving
-from dtron.training.step import StepResult
+from dtron.training.step import Repeats, StepResult
 from dtron.training.step_log import StepLog
 
 log = logging.getLogger("dtron")
@@ -162,7 +162,7 @@ class Trainer:
             stop.end()
             raise
         except TrainingError:  # on all ranks; wait for an asynchronous save
-            with self.guards.saving(self.step):
+            with self.guards.unwatched(self.step):
                 self.saving.try_wait()
             stop.end()  # on all ranks, so that no rank waits in a collective of `StopSignal`
             raise
@@ -190,6 +190,7 @@ class Trainer:
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
         self.run = build_run(config, setup, model, self.guards.spikes)
+        self.repeats = Repeats(self.run.step, place.device)
         loader = Loader(
             self.data_setup.train,
             global_batch=config.train.global_batch,
@@ -306,19 +307,20 @@ class Trainer:
         stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
         while self.step < config.train.steps and not stopped:
             if self.checkpointer.failed:
-                with self.guards.saving(self.step):
+                with self.guards.unwatched(self.step):
                     self.saving.report_failed(stop)
             if stop.agreed():
                 break
             self._one_step()
             if (spike := self.guards.after_step(self.step)) is not None:
-                with self.guards.saving(self.step):
+                with self.guards.unwatched(self.step):
                     saved = self._durable_step(self._roll_back(spike))
                 continue
             if self.checkpointer.due(self.step) and self._save():
                 saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
         finished = self.step == config.train.steps
-        with self.guards.saving(self.step):
+        self._settle()
+        with self.guards.unwatched(self.step):
             if not self.saving.try_wait():  # raises errors of an asynchronous save
                 saved = -1
             due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
@@ -370,6 +372,8 @@ class Trainer:
         validates = final or bool(interval and number % interval == 0)
         if validates or number % config.metrics.log_interval == 0:
             self._log(result, lr, validates)
+        elif self.repeats.full:
+            self._settle()
         if number % config.train.gc_interval == 0:
             gc.collect(1)
 
@@ -395,6 +399,7 @@ class Trainer:
             result = self._measured(statistics, batches, lr)
         else:
             result = self.run.step(batches, self.step, lr)
+        self.repeats.keep(batches, self.step, lr)
         if first:
             self._after_first_step()
         return result, lr, attended
@@ -423,20 +428,28 @@ class Trainer:
         self.step_log.accuracy = statistics.read()
         return result
 
+    def _settle(self) -> StepResult | None:
+        """Repeat steps that dropped tokens of experts; return the latest step's new result."""
+        with self.guards.unwatched(self.step):
+            result = self.repeats.settle()
+        if result is not None:
+            self.step_log.accuracy = {}  # of casts of a step that was not taken
+        return result
+
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the metrics of this step. Waits for the device."""
+        result = self._settle() or result
         row = self.step_log.row(self.step, self.tokens, result, lr)
         if validates and (validation_loss := self.evaluation.loss()) is not None:
             row["validation_loss"] = validation_loss
             self.throughput.restart()
             self.guards.alive(self.step)
         self.writer.row(row)
-        if self.model.applied.dispatcher is not None:
-            self.model.applied.dispatcher.check(self.place.device)
         self.step_log.check_skipped(row)
 
     def _save(self) -> bool:
-        with self.guards.saving(self.step):
+        self._settle()
+        with self.guards.unwatched(self.step):
             saved = self.saving.try_begin()
         self.throughput.restart()
         return saved
@@ -474,6 +487,7 @@ class Trainer:
 
     def _roll_back(self, spike: Spike) -> Location:
         """Load and return a checkpoint from before a spike. Raises: as `Rollback.load`."""
+        self._settle()
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens

@@ -51,11 +51,21 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def check(self, device: torch.device) -> None:
-        """Wait for the device and raise an error if rows were dropped; a collective.
+    def dropped(self, device: torch.device) -> Tensor | None:
+        """Return whether this rank dropped rows since the latest `grow`; the host does not wait.
 
-        The default is for dispatchers that never drop rows: it does nothing.
-
-        Raises:
-            TrainingError: on all ranks, if any rank dropped rows.
+        Returns:
+            bool scalar on the device; None, the default: this dispatcher never drops rows.
         """
+        return None
+
+    def grow(self, device: torch.device) -> str:
+        """Wait for the device; if any rank dropped rows, make room for them. A collective.
+
+        Returns:
+            A sentence that says what did not fit and how large the room is now, equal on all ranks;
+            empty: no rank dropped rows.
+        Raises:
+            TrainingError: on all ranks, if rows were dropped for another reason than their number.
+        """
+        return ""

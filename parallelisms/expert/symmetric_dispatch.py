@@ -21,13 +21,12 @@ where etp M is the number of rows with even loads. Each tensor that the experts 
 backward has C rows, however many were received. All layers use the same shared memory of 2 C D
 elements: two halves that are written alternately.
 
-Rows beyond C are never dropped silently. Their results are NaN, and so are the loss and the
-gradient norm of all ranks, so that the step is skipped on the device like any step with non-finite
-gradients. The number of rows is recorded on the device; `check` reads it when metrics are logged,
-and stops the run.
+Rows beyond C are never dropped silently. Their results are NaN, and their number is recorded on the
+device. Training takes no step after that (`dropped`), until the host reads the numbers, makes C
+larger (`grow`), and repeats the steps.
 
-All ranks must have the same number of rows: if not, all results are NaN as well, and `check`
-reports it (unless memory has to grow, for which all ranks must request the same size).
+All ranks must have the same number of rows: if not, all results are NaN as well, and `grow` raises
+an error (unless memory has to grow, for which all ranks must request the same size).
 
 With `float8`, rows and gradients of results are written in float8; the pull casts them back.
 Results and gradients of rows keep their dtype: they are larger (C rows) and are summed over etp.
@@ -66,6 +65,9 @@ _NUMBERS = 2**32
 """Larger than any number of rows: two numbers n, m of rows are recorded as n * _NUMBERS + m."""
 _UNEVEN = 2**62
 """Recorded if ranks have different numbers of rows; larger than any record of two numbers."""
+_SPARE = 1.25
+"""A capacity that was exceeded grows to what was needed times this factor, since loads change from
+step to step, and a change of the capacity compiles blocks again."""
 
 
 class RowRoutes(NamedTuple):
@@ -223,17 +225,23 @@ class SymmetricMemory(Dispatcher):
         slots = (routes.combine, self.etp, routes.dispatch, 1)
         return move(results, *slots, self.mailbox.name, back_float8=self.float8)
 
-    def check(self, device: torch.device) -> None:
-        """Wait for the device and read the recorded numbers of rows; a collective.
+    def dropped(self, device: torch.device) -> Tensor:
+        """Return whether a layer of this rank dropped rows; see `Dispatcher`."""
+        return self.mailbox.recorded(device).any()
+
+    def grow(self, device: torch.device) -> str:
+        """Raise the capacity if rows were dropped; see `Dispatcher`.
+
+        Blocks that were compiled with the old capacity compile again.
 
         Raises:
-            TrainingError: on all ranks, if any rank dropped rows or numbers of rows differed.
+            TrainingError: on all ranks, if numbers of rows differed.
         """
         recorded = self.mailbox.recorded(device)
         most = torch.cat([recorded, recorded.new_zeros(1)]).amax()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if not most.item():
-            return
+            return ""
         own = [
             (fqn, *divmod(n, _NUMBERS))
             for fqn, n in zip(self._layers, recorded.tolist(), strict=True)
@@ -241,10 +249,13 @@ class SymmetricMemory(Dispatcher):
         ]
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
-        raise TrainingError(self._explain(of_ranks))
+        self.mailbox.forget()
+        said = self._make_room(of_ranks)
+        torch.compiler.reset()  # a second value of a number would compile to symbolic shapes
+        return said
 
-    def _explain(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Return the error message about the first layer that dropped rows.
+    def _make_room(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
+        """Set the capacity that the first layer that dropped rows needs; return what is said of it.
 
         Layers after it may have recorded numbers that are wrong, since their inputs were NaN.
         """
@@ -252,19 +263,18 @@ class SymmetricMemory(Dispatcher):
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
         rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
         if rows == _UNEVEN // _NUMBERS:
-            return (
+            raise TrainingError(
                 f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of tokens '
                 f"for the experts of {first}; the step was skipped. Pad them to equal numbers, or "
                 'use parallel.dispatcher = "all_to_all"'
             )
-        most = rows_at_most(n_rows, self.ep, self.etp, self.capacity)
-        needed = min(float(self.ep), math.ceil(rows / (self.etp * n_rows) * 10) / 10)
+        before, most = self.capacity, rows_at_most(n_rows, self.ep, self.etp, self.capacity)
+        needed = _SPARE * rows / (self.etp * n_rows)
+        self.capacity = min(float(self.ep), math.ceil(needed * 10) / 10)
         return (
-            f"parallel.ep_capacity = {self.capacity}: rank {rank} was to receive {rows} tokens "
-            f"for its experts of {first}, more than its capacity of {most}; the step was skipped. "
-            "Resume from a checkpoint, or start again, with "
-            f"parallel.ep_capacity = {needed} or more, since loads may grow ({self.ep} is enough "
-            'for any loads), or with parallel.dispatcher = "all_to_all"'
+            f"parallel.ep_capacity = {before}: rank {rank} was to receive {rows} tokens for its "
+            f"experts of {first}, more than its capacity of {most}; it is {self.capacity} from now "
+            "on"
         )
 
 

@@ -144,6 +144,10 @@ class Mailbox:
         self._recorded = self._recorded.to(device)
         return self._recorded
 
+    def forget(self) -> None:
+        """Set the recorded numbers of all layers to 0."""
+        self._recorded = torch.zeros_like(self._recorded)
+
 
 class _PullArguments(NamedTuple):
     """Memory to pull rows from, the slots to pull, and the output."""

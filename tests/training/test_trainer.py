@@ -25,6 +25,7 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.checkpoint.dcp_storage import ShardReader
@@ -35,11 +36,13 @@ from dtron.data import Loader
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
 from dtron.parallelisms.expert import symmetric_dispatch
+from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 from dtron.parallelisms.gradients import local_part
 from dtron.run.metrics import MetricsWriter
 from dtron.run.process import Place, set_up_logging
 from dtron.setup.preflight import preflight
 from dtron.setup.resume_checks import resumed_warmup, schedule_settings
+from dtron.training import step as training_step
 from dtron.training import step_log
 from dtron.training.step import LossFunction, StepResult, TrainStep
 from dtron.training.trainer import Trainer
@@ -103,6 +106,14 @@ def rows(run_dir: Path) -> list[dict]:
 
 def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows(run_dir) if "loss" in row]
+
+
+FIGURES = ("loss", "grad_norm", "validation_loss", "max_expert_load", "skipped")
+
+
+def figures(run_dir: Path) -> list[dict]:
+    """What a run logs that depends on no clock."""
+    return [{key: row.get(key) for key in FIGURES} for row in rows(run_dir)]
 
 
 COLUMNS = "step loss grad_norm lr tokens tokens_per_second tokens_per_second_per_device mfu"
@@ -669,21 +680,14 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/step-3").is_dir()
 
 
-def stopped_by_full_buffers(config: RunConfig) -> tuple[str, bool]:
-    """On one rank: the error, and whether parameters are what they were."""
-    symmetric_dispatch.LEAST = 1
+def fit_with_buffers(config: RunConfig, most_kept: int = 16) -> tuple[float, list[Tensor]]:
+    """On one rank: the capacity at the end, and the parameters."""
+    symmetric_dispatch.LEAST, training_step.MOST_KEPT = 1, most_kept
     trainer = Trainer(config)
-    train, before = trainer._train, []
-
-    def watched(stop: StopSignal) -> None:
-        before.extend(local_part(p).clone() for p in trainer.run.step.parameters)
-        train(stop)
-
-    trainer._train = watched  # type: ignore[method-assign]
-    with pytest.raises(TrainingError) as error:
-        trainer.fit()
-    after = map(local_part, trainer.run.step.parameters)
-    return str(error.value), all(map(torch.equal, before, after))
+    trainer.fit()
+    dispatcher = trainer.model.applied.dispatcher
+    assert isinstance(dispatcher, SymmetricMemory)
+    return dispatcher.capacity, [local_part(p).clone() for p in trainer.run.step.parameters]
 
 
 def slowly_told(self: StopSignal, ours: Any) -> None:
@@ -701,23 +705,84 @@ def test_no_thread_outlives_what_listens_to_signals(monkeypatch: pytest.MonkeyPa
     assert not any(thread.name == "signals" for thread in threading.enumerate())
 
 
+BOUNDED = {
+    **{**MIXTURE, "parallel__dispatcher": "symmetric_memory", "train__steps": 8},
+    **{"metrics__log_interval": 4, "train__eval_interval": 4, "checkpoint__interval": 3},
+}
+"""A run whose steps are looked at when they are logged, validated or saved."""
+SHORT = {"train__steps": 4}
+SPIKES = {"faults__on_spike": "skip_data", "faults__spike_window": 3}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "capacity", "most_kept"),
     [
-        {"parallel__ep": 4},
-        {"parallel__ep": 2, "parallel__pp": 2},
-        {"parallel__ep": 4, "compile__enable": True, "compile__backend": "aot_eager"},
+        ({"parallel__ep": 4}, 1.0, 16),
+        ({"parallel__ep": 4}, 1.2, 2),
+        ({"parallel__ep": 2, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}, 1.0, 16),
+        (
+            {"parallel__ep": 4, "compile__enable": True, "compile__backend": "aot_eager", **SHORT},
+            1.0,
+            16,
+        ),
+        ({"parallel__ep": 4, **SPIKES, "model__override__dropout": 0.1}, 1.0, 16),
     ],
 )
-def test_rows_that_do_not_fit_stop_the_run(tmp_path: Path, layout: dict[str, Any]) -> None:
-    """No step is taken that lacks a row, and the next row of figures ends the run, on all ranks."""
-    bound = {"parallel__dispatcher": "symmetric_memory", "parallel__ep_capacity": 1.0}
-    steps = {"train__steps": 3, "metrics__log_interval": 3, "train__eval_sequences": 0}
-    config = tiny(tmp_path / "run", **MIXTURE, **layout, **bound, **steps)
-    for said, unchanged in run_ranks(4, stopped_by_full_buffers, config):
-        assert unchanged
-        assert re.search(r"ep_capacity = 1.0: rank \d was .* of blocks.\d.ffn.experts, more", said)
-    assert rows(tmp_path / "run")[-1]["skipped"] == 3
+def test_steps_whose_tokens_do_not_fit_are_repeated(
+    tmp_path: Path, layout: dict[str, Any], capacity: float, most_kept: int
+) -> None:
+    """A run is what it is with buffers for any load: no step is skipped, lost, or taken twice."""
+    settings = {**BOUNDED, **layout}
+    ample = tiny(tmp_path / "ample", **settings, parallel__ep_capacity=4.0)
+    tight = tiny(tmp_path / "tight", **settings, parallel__ep_capacity=capacity)
+    wanted = run_ranks(4, fit_with_buffers, ample)
+    found = run_ranks(4, fit_with_buffers, tight, most_kept)
+    for (grown, parameters), (_, of_ample) in zip(found, wanted, strict=True):
+        assert grown > capacity
+        torch.testing.assert_close(parameters, of_ample, rtol=0, atol=0)
+    assert found[0][0] <= layout["parallel__ep"]
+    assert figures(tmp_path / "tight") == figures(tmp_path / "ample")
+    assert all(row["skipped"] is None for row in figures(tmp_path / "tight"))
+
+
+def fit_dropping_once(config: RunConfig) -> list[Tensor]:
+    """On one rank: the parameters after a run in which rank 1 drops tokens in step 6 alone."""
+    trainer = Trainer(config)
+    one_step = trainer._one_step
+
+    def dropping() -> None:
+        if trainer.step == 5 and trainer.place.rank == 1:
+            dispatcher = trainer.model.applied.dispatcher
+            assert isinstance(dispatcher, SymmetricMemory)
+            dispatcher.mailbox.record(torch.tensor([0]), torch.tensor([2 * 2**32 + 1]))
+        one_step()
+
+    trainer._one_step = dropping  # type: ignore[method-assign]
+    trainer.fit()
+    return [local_part(p).clone() for p in trainer.run.step.parameters]
+
+
+def test_no_step_is_taken_after_one_that_drops(tmp_path: Path) -> None:
+    """Otherwise the batch of that step would come after theirs."""
+    settings = {**BOUNDED, "parallel__ep": 2, "parallel__ep_capacity": 2.0}
+    wanted = run_ranks(2, fit_with_buffers, tiny(tmp_path / "ample", **settings))
+    found = run_ranks(2, fit_dropping_once, tiny(tmp_path / "once", **settings))
+    for parameters, (_, of_ample) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(parameters, of_ample, rtol=0, atol=0)
+    assert figures(tmp_path / "once") == figures(tmp_path / "ample")
+
+
+def test_a_run_that_is_stopped_before_a_look_repeats_its_steps_first(tmp_path: Path) -> None:
+    """Its checkpoint has no step that was not taken, and a run that goes on is the same run."""
+    settings = {**BOUNDED, "parallel__ep": 4, "checkpoint__interval": 0}
+    settings |= {"metrics__log_interval": 8, "train__eval_interval": 0}
+    run_ranks(4, fit, tiny(tmp_path / "whole", **settings, parallel__ep_capacity=4.0))
+    tight = tiny(tmp_path / "tight", **settings, parallel__ep_capacity=1.0)
+    run_ranks(4, fit_tight_until_signal, tight, 3)
+    assert not rows(tmp_path / "tight")
+    run_ranks(4, fit, tight)
+    whole, end = (figures(tmp_path / run)[-1] for run in ("whole", "tight"))
+    assert end == whole
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
@@ -819,6 +884,12 @@ def test_a_signal_to_one_rank_stops_and_saves_all_at_one_step(tmp_path: Path) ->
     assert len(losses(run_dir)) == 3
     run_ranks(2, fit, tiny(run_dir, checkpoint__resume="latest"))
     assert losses(run_dir) == losses(whole)
+
+
+def fit_tight_until_signal(config: RunConfig, at_step: int) -> None:
+    """The same with buffers that hold no more than `ep_capacity` says."""
+    symmetric_dispatch.LEAST = 1
+    fit_until_signal(config, at_step)
 
 
 def fit_signalled_at_the_start(config: RunConfig) -> None:

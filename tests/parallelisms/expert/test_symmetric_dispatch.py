@@ -156,7 +156,7 @@ def moved(kind: Callable[..., Dispatcher], loads: str, etp: int, rounds: int) ->
         total = total + (out * (rank + i + 1)).square().sum()
         found += [out, rows]
     gradients = torch.autograd.grad(total, [*found[1::2], own])
-    dispatcher.check(torch.device("cpu"))
+    assert not dispatcher.grow(torch.device("cpu"))
     return [*(out.detach() for out in found[::2]), *gradients]
 
 
@@ -393,11 +393,13 @@ def exceeded(capacity: float, least: int = 1) -> tuple[Tensor, str]:
     rows, offsets = drawn("one expert", dist.get_rank())
     layers = [layer_of(dispatcher, f"{name}.layer") for name in ("other", "some", "third")]
     out = dispatcher.finish(dispatcher.begin(rows, offsets, layers[1]), lambda x, _: 2 * x)
-    said = ""
-    try:
-        dispatcher.check(torch.device("cpu"))
-    except TrainingError as error:
-        said = str(error)
+    device = torch.device("cpu")
+    assert bool(dispatcher.dropped(device)) == (dist.get_rank() == 2 and capacity < 4)
+    said = dispatcher.grow(device)
+    assert not dispatcher.dropped(device)
+    again = dispatcher.finish(dispatcher.begin(rows, offsets, layers[1]), lambda x, _: 2 * x)
+    torch.testing.assert_close(again, 2 * rows)
+    assert not dispatcher.grow(device)
     return out, said
 
 
@@ -410,10 +412,8 @@ def test_lost_rows_are_nan_and_reported() -> None:
             "rank 2 was to receive 96 tokens for its experts of some.layer, "
             "more than its capacity of 36" in said
         )
-        assert (
-            "parallel.ep_capacity = 4.0 or more, since loads may grow (4 is enough for any loads)"
-            in said
-        )
+        assert said.startswith("parallel.ep_capacity = 1.5: ")
+        assert said.endswith("it is 4.0 from now on")
     for out, said in run_ranks(4, exceeded, 4.0):
         assert not out.isnan().any()
         assert not said
@@ -424,9 +424,10 @@ def told_of(act: Callable[[SymmetricMemory], None]) -> str:
     symmetric_dispatch.LEAST = 1
     dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 1.5)  # type: ignore[arg-type]
     act(dispatcher)
-    with pytest.raises(TrainingError) as raised:
-        dispatcher.check(torch.device("cpu"))
-    return str(raised.value)
+    try:
+        return dispatcher.grow(torch.device("cpu"))
+    except TrainingError as error:
+        return str(error)
 
 
 def lose(dispatcher: SymmetricMemory, fqn: str, n_rows: int) -> Tensor:
@@ -478,7 +479,7 @@ def test_room_that_is_always_there_is_no_capacity() -> None:
     """What is said to be enough is, though 1.5 x even loads had more room than that."""
     for _, said in run_ranks(4, exceeded, 1.5, 60):
         assert "more than its capacity of 60" in said
-        assert "parallel.ep_capacity = 4.0 or more" in said
+        assert "it is 4.0 from now on" in said
 
 
 def test_bounds() -> None:
@@ -652,7 +653,7 @@ def layers_on_a_gpu(
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found += [out.detach(), *gradients]
-    dispatcher.check(torch.device("cuda"))
+    assert not dispatcher.grow(torch.device("cuda"))
     return found
 
 
