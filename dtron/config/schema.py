@@ -185,17 +185,21 @@ class Parallel(Section):
     etp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert tensor parallelism: ranks over which the hidden width of each expert is split. It is
     independent of tp; ep x etp divides dp_shard x cp x tp."""
-    dispatcher: Literal["all_to_all", "symmetric_memory", "deepep"] = "all_to_all"
+    dispatcher: Literal["all_to_all", "symmetric_memory", "bounded_all_to_all", "deepep"] = (
+        "all_to_all"
+    )
     """With ep or etp > 1, how tokens are dispatched to their experts. `all_to_all`: NCCL all-to-all
     for dispatch and combine; the host waits for the GPU once per layer. `symmetric_memory`: ranks
-    of one host read each other's memory, without this wait; set `ep_capacity`. `deepep`: the
-    library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` with etp = 1 on GPUs
-    of one host if `ep_capacity` is at least ep, which is enough for any load; else `all_to_all`."""
+    of one host read each other's memory, without this wait. `bounded_all_to_all`: all-to-alls of a
+    fixed size, over any hosts, without this wait; more bytes are sent, by `ep_capacity`. `deepep`:
+    the library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` with etp = 1 on
+    GPUs of one host if `ep_capacity` is at least ep, which is enough for any load; else
+    `all_to_all`."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
-    """With `dispatcher = "symmetric_memory"`, the maximum number of token copies that a rank
-    receives, as a multiple of a balanced load; buffers and activations of experts grow with it. If
-    a rank would receive more, it is made larger and the steps since are repeated; ep_capacity = ep
-    is always enough."""
+    """The maximum number of token copies that a rank receives (`symmetric_memory`), or that it
+    sends to one rank (`bounded_all_to_all`), as a multiple of a balanced load; buffers and
+    activations of experts grow with it. If there would be more, it is made larger and the steps
+    since are repeated; ep_capacity = ep is always enough."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are
@@ -260,6 +264,11 @@ class Parallel(Section):
     """Mesh axes whose NCCL collectives run on high-priority CUDA streams, such as ["tp"]."""
     timeout_seconds: int = Field(default=600, ge=1, le=MAX_SECONDS)
     """Seconds that a collective may wait for other ranks before the run is aborted."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the dispatcher has buffers of a fixed size, `ep_capacity`."""
+        return self.dispatcher in ("symmetric_memory", "bounded_all_to_all")
 
     def cp_methods(self) -> tuple[CpMethod, ...]:
         """Return `cp_method` as a tuple: one method for all layers, or one per layer."""

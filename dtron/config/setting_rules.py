@@ -95,10 +95,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "parallel.ep_capacity",  # the automatic choice of the dispatcher reads it
         lambda c: (
-            c.parallel.dispatcher == "symmetric_memory"
+            c.parallel.bounded
             or (c.parallel.ep > 1 and "dispatcher" not in c.parallel.model_fields_set)
         ),
-        needs='parallel.dispatcher = "symmetric_memory", or "auto" with parallel.ep > 1',
+        needs='parallel.dispatcher = "symmetric_memory" or "bounded_all_to_all", or "auto" with '
+        "parallel.ep > 1",
     ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(

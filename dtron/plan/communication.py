@@ -14,7 +14,7 @@ from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, gathered_bytes, held, unit, units
-from dtron.plan.run_shape import Resolved, Stage, expert_rows
+from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
 
 @dataclass(frozen=True)
@@ -304,8 +304,10 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     count = (2 * len(layers) + again) * run.micro_batches
     name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)
     element = dim * run.element
+    fixed = run.config.parallel.dispatcher == "bounded_all_to_all"
+    padded = expert_room(run) / run.experts["etp"] if fixed else 1.0
     for row in (wire_bytes(dim) if run.config.float8.dispatch else element, element):
-        yield Collective(name, "all_to_all", float(rows * row), count, "ep", ranks, inside)
+        yield Collective(name, "all_to_all", float(rows * row) * padded, count, "ep", ranks, inside)
     sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: number of tokens to receive
     times = (len(layers) + again) * run.micro_batches
     yield Collective(name, "all_to_all", sizes, times, "ep", ranks, inside)

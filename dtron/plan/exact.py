@@ -93,7 +93,7 @@ def notes(config: RunConfig, traced: RunConfig, world_size: int) -> Iterator[str
         yield "traced and predicted without parallel.async_tp, which fuses tp's collectives"
     if config.parallel.copy_engines:
         yield "traced and predicted without parallel.copy_engines, whose memory torch does not see"
-    if config.parallel.dispatcher == "symmetric_memory":
+    if config.parallel.bounded:
         yield 'traced and predicted with parallel.dispatcher = "all_to_all", without a capacity'
     if config.parallel.dispatcher == "deepep":
         yield 'traced and predicted with parallel.dispatcher = "all_to_all", not DeepEP'

@@ -162,9 +162,9 @@ def _inside_hosts(
 
     These changes are all-to-all dispatch, no copy engines, or more replicas with fewer shards.
     """
-    bounded = "ep_capacity" in config.parallel.model_fields_set  # has no effect with all_to_all
-    if not bounded and any(reason.startswith("parallel.dispatcher") for reason in found):
-        yield 1.0, {"dispatcher": "all_to_all"}
+    if any(reason.startswith("parallel.dispatcher") for reason in found):
+        bounded = "ep_capacity" in config.parallel.model_fields_set
+        yield 1.0, {"dispatcher": "bounded_all_to_all" if bounded else "all_to_all"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
         return
     degrees = config.degrees(world_size)

@@ -590,7 +590,7 @@ def _makes_all(run: Resolved, layer: int) -> bool:
     if recompute.mode != "full" or recompute.modules or not run.recomputes(layer):
         return False
     separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
-    cut = separate and parallel.dispatcher != "symmetric_memory"
+    cut = separate and not parallel.bounded
     return run.config.compile.enable and not cut
 
 

@@ -13,6 +13,7 @@ from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
+from dtron.parallelisms.expert.bounded_all_to_all import rows_at_most as rows_to_a_rank
 from dtron.parallelisms.expert.symmetric_dispatch import rows_at_most
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.pipeline.executor import Layout
@@ -322,10 +323,12 @@ def pulls_rows(run: Resolved) -> bool:
 def expert_room(run: Resolved) -> float:
     """Capacity of a rank's expert buffers, as a multiple of the token copies that the rank sends.
 
-    Without symmetric memory the multiple is etp, that of even loads.
+    Without buffers of a fixed size the multiple is etp, that of even loads.
     """
     ep, etp, parallel = run.experts["ep"], run.experts["etp"], run.config.parallel
-    if not pulls_rows(run):
+    if not parallel.bounded or ep * etp == 1:
         return float(etp)
     sent = expert_rows(run) // etp
-    return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent
+    if parallel.dispatcher == "symmetric_memory":
+        return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent
+    return ep * etp * rows_to_a_rank(sent, ep, parallel.ep_capacity) / sent

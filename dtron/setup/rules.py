@@ -22,7 +22,7 @@ from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.parallelisms.context.layout import layout_of
-from dtron.parallelisms.expert import deepep, symmetric_dispatch
+from dtron.parallelisms.expert import bounded_all_to_all, deepep, symmetric_dispatch
 from dtron.parallelisms.expert.dispatchers import refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
@@ -256,6 +256,8 @@ def _check_dispatch(run: ModelCandidate) -> None:
         return
     ranks = parallel.ep * parallel.etp
     refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
+    if parallel.dispatcher == "bounded_all_to_all":
+        bounded_all_to_all.check_float8(config.float8.dispatch)
     if parallel.dispatcher == "deepep":
         deterministic, float8 = config.debug.deterministic, config.float8.dispatch
         deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
@@ -528,7 +530,7 @@ def setting_warnings(config: RunConfig) -> Iterator[str]:
             'parallel.reduce_by = "all_to_all" rounds gradients of norms to bfloat16 with torch '
             '2.15 and later; use "reduce_scatter" for float32 sums'
         )
-    if parallel.dispatcher != "symmetric_memory":
+    if not parallel.bounded:
         for key, value in changed(config, "parallel.ep_capacity"):
             yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'
 

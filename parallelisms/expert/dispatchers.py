@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dtron.config import Compile, Recompute
 from dtron.errors import ConfigError, nearest
 from dtron.parallelisms.expert.all_to_all import AllToAll
+from dtron.parallelisms.expert.bounded_all_to_all import BoundedAllToAll
 from dtron.parallelisms.expert.deepep import DeepEP
 from dtron.parallelisms.expert.dispatcher import Dispatcher
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
@@ -12,6 +13,7 @@ from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     "all_to_all": AllToAll,
     "symmetric_memory": SymmetricMemory,
+    "bounded_all_to_all": BoundedAllToAll,
     "deepep": DeepEP,
 }
 
@@ -55,8 +57,8 @@ def refuse_half_compiled(
             f"{key} with compile.enable and parallel.ep x parallel.etp = {ranks}: a partly "
             "recomputed block needs a graph without breaks, but this parallel.dispatcher breaks "
             "the graph, since the host reads how many tokens are sent; use "
-            f'parallel.dispatcher = "symmetric_memory" inside a host, {fix}, or '
-            "compile.enable = false"
+            'parallel.dispatcher = "symmetric_memory" inside a host, or "bounded_all_to_all", '
+            f"{fix}, or compile.enable = false"
         )
 
 

@@ -21,12 +21,9 @@ where etp M is the number of rows with even loads. Each tensor that the experts 
 backward has C rows, however many were received. All layers use the same shared memory of 2 C D
 elements: two halves that are written alternately.
 
-Rows beyond C are never dropped silently. Their results are NaN, and their number is recorded on the
-device. Training takes no step after that (`dropped`), until the host reads the numbers, makes C
-larger (`grow`), and repeats the steps.
-
-All ranks must have the same number of rows: if not, all results are NaN as well, and `grow` raises
-an error (unless memory has to grow, for which all ranks must request the same size).
+See `bounded.py` for rows beyond C. All ranks must have the same number of rows: if not, all results
+are NaN, and `grow` raises an error (unless memory has to grow, for which all ranks must request the
+same size).
 
 With `float8`, rows and gradients of results are written in float8; the pull casts them back.
 Results and gradients of rows keep their dtype: they are larger (C rows) and are summed over etp.
@@ -39,16 +36,17 @@ Sources: DeepEP's intra-node dispatch and torch's symmetric memory have the idea
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.errors import ConfigError, TrainingError
+from dtron.errors import ConfigError
 from dtron.kernels.float8_rows import converts
 from dtron.kernels.peer_gather import LOST, NONE
-from dtron.parallelisms.expert.dispatcher import Compute, Dispatcher
+from dtron.parallelisms.expert.bounded import NUMBERS, UNEVEN, Bounded, LayerTensors, bucket
+from dtron.parallelisms.expert.dispatcher import Compute
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
     Mailbox,
@@ -61,13 +59,6 @@ from dtron.parallelisms.expert.symmetric_exchange import (
 
 LEAST = 4096
 """Minimum of C, the maximum number of received rows, since loads of few tokens are never even."""
-_NUMBERS = 2**32
-"""Larger than any number of rows: two numbers n, m of rows are recorded as n * _NUMBERS + m."""
-_UNEVEN = 2**62
-"""Recorded if ranks have different numbers of rows; larger than any record of two numbers."""
-_SPARE = 1.25
-"""A capacity that was exceeded grows to what was needed times this factor, since loads change from
-step to step, and a change of the capacity compiles blocks again."""
 
 
 class RowRoutes(NamedTuple):
@@ -106,7 +97,7 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
     own_after, own_before = (table.index_select(0, own).squeeze(0) for table in (after, before))
 
     row = torch.arange(most, device=ends.device)
-    block = _bucket(own_after, row).clamp(max=blocks.shape[1] - 1)
+    block = bucket(own_after, row).clamp(max=blocks.shape[1] - 1)
     sender, expert = block % n_ranks, own * each + block // n_ranks
     place = starts[sender, expert] + row - own_before[block]
     dispatch = torch.where(row < own_after[-1], sender * n_rows + place, NONE)
@@ -114,36 +105,12 @@ def routes_of(ends: Tensor, rank: Tensor, etp: int, n_rows: int, most: int) -> R
 
     row = torch.arange(n_rows, device=ends.device)
     own_ends, starts = (table.index_select(0, rank).squeeze(0) for table in (ends, starts))
-    expert = _bucket(own_ends, row).clamp(max=n_experts - 1)
+    expert = bucket(own_ends, row).clamp(max=n_experts - 1)
     first = before.view(n_experts, n_ranks).index_select(1, rank).squeeze(1)
     place = first[expert] + row - starts[expert]
     combine = torch.where(place < most, expert // each * (etp * most) + place, LOST)
     combine = torch.where(row < own_ends[-1], combine, NONE)
     return RowRoutes(dispatch, combine, offsets, own_after[-1:])
-
-
-def _bucket(ends: Tensor, rows: Tensor) -> Tensor:
-    """Return the index of the bucket that contains each row, int64 (N,).
-
-    The index is B for rows after the last of B buckets. Like torch.searchsorted, which inductor of
-    torch 2.11 cannot compile for GPUs if the searched tensor is a view.
-
-    Args:
-        ends: (B,), end of each bucket.
-        rows: (N,), indices of rows.
-    """
-    return (rows.unsqueeze(1) >= ends).sum(1)
-
-
-class _LayerTensors(NamedTuple):
-    """Constants of a layer and rank, as tensors so that all layers and ranks have equal graphs."""
-
-    number: Tensor
-    """int64 (1,), index of the layer in the mailbox."""
-    rank: Tensor
-    """int64 (1,), this rank's index in the group."""
-    ranks: Tensor
-    """int64 (P,), indices of all ranks."""
 
 
 class _InFlight(NamedTuple):
@@ -164,7 +131,7 @@ def check_device(device: torch.device, float8: bool) -> None:
         )
 
 
-class SymmetricMemory(Dispatcher):
+class SymmetricMemory(Bounded):
     """Dispatcher with symmetric memory: ranks pull rows and results; see the module's docstring.
 
     Args:
@@ -175,27 +142,23 @@ class SymmetricMemory(Dispatcher):
         ConfigError: the ranks are on several hosts.
     """
 
-    in_graphs = True
+    excess = "rank {rank} was to receive {rows} tokens for its experts"
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
     ) -> None:
         fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
         check_host(group, 'parallel.dispatcher = "symmetric_memory"', "experts", fix)
-        self.ep, self.etp, self.capacity, self.float8 = ep, etp, capacity, float8
-        self.mailbox = Mailbox(group)
-        self._layers: dict[str, int] = {}
+        super().__init__(group, ep, etp, capacity)
+        self.float8 = float8
+        self.mailbox = Mailbox(group, self.record)
 
-    def layer(self, fqn: str, device: torch.device) -> _LayerTensors:
+    def layer(self, fqn: str, device: torch.device) -> LayerTensors:
         """Number a layer and return its constants as tensors; see `Dispatcher`."""
         check_device(device, self.float8)
-        number = self._layers.setdefault(fqn, len(self._layers))
-        self.mailbox.layers = len(self._layers)
-        group = self.mailbox.group
-        numbers = ([number], [group.rank()], list(range(group.size())))
-        return _LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
+        return super().layer(fqn, device)
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: _LayerTensors) -> _InFlight:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: LayerTensors) -> _InFlight:
         """Exchange offsets, compute routes, and issue the dispatch; see `Dispatcher`."""
         most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
@@ -206,8 +169,10 @@ class SymmetricMemory(Dispatcher):
             dispatch=torch.where(uneven, NONE, routes.dispatch),
             combine=torch.where(uneven, LOST, routes.combine),
         )
-        exceeded = torch.where(routes.n_rows > most, routes.n_rows * _NUMBERS + len(rows), 0)
-        exceeded = torch.where(uneven, _UNEVEN, exceeded)
+        exceeded = torch.where(
+            routes.n_rows > most, routes.n_rows * NUMBERS + self.etp * len(rows), 0
+        )
+        exceeded = torch.where(uneven, UNEVEN, exceeded)
         slots = (routes.dispatch, 1, routes.combine, self.etp)
         recorded = (self.mailbox.name, layer.number, exceeded)
         return _InFlight(send_rows(rows, *slots, *recorded, float8=self.float8), routes)
@@ -224,63 +189,6 @@ class SymmetricMemory(Dispatcher):
             )
         slots = (routes.combine, self.etp, routes.dispatch, 1)
         return move(results, *slots, self.mailbox.name, back_float8=self.float8)
-
-    def dropped(self, device: torch.device) -> Tensor:
-        """Return whether a layer of this rank dropped rows; see `Dispatcher`."""
-        return self.mailbox.recorded(device).any()
-
-    def grow(self, device: torch.device) -> str:
-        """Raise the capacity if rows were dropped; see `Dispatcher`.
-
-        Blocks that were compiled with the old capacity compile again.
-
-        Raises:
-            TrainingError: on all ranks, if numbers of rows differed.
-        """
-        recorded = self.mailbox.recorded(device)
-        most = torch.cat([recorded, recorded.new_zeros(1)]).amax()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        if not most.item():
-            return ""
-        own = [
-            (fqn, *divmod(n, _NUMBERS))
-            for fqn, n in zip(self._layers, recorded.tolist(), strict=True)
-            if n
-        ]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        self.mailbox.forget()
-        said = self._make_room(of_ranks)
-        torch.compiler.reset()  # a second value of a number would compile to symbolic shapes
-        return said
-
-    def _make_room(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Set the capacity that the first layer that dropped rows needs; return what is said of it.
-
-        Layers after it may have recorded numbers that are wrong, since their inputs were NaN.
-        """
-        found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
-        first = min((fqn for (fqn, *_), _ in found), key=_in_order)
-        rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
-        if rows == _UNEVEN // _NUMBERS:
-            raise TrainingError(
-                f'parallel.dispatcher = "symmetric_memory": ranks had different numbers of tokens '
-                f"for the experts of {first}; the step was skipped. Pad them to equal numbers, or "
-                'use parallel.dispatcher = "all_to_all"'
-            )
-        before, most = self.capacity, rows_at_most(n_rows, self.ep, self.etp, self.capacity)
-        needed = _SPARE * rows / (self.etp * n_rows)
-        self.capacity = min(float(self.ep), math.ceil(needed * 10) / 10)
-        return (
-            f"parallel.ep_capacity = {before}: rank {rank} was to receive {rows} tokens for its "
-            f"experts of {first}, more than its capacity of {most}; it is {self.capacity} from now "
-            "on"
-        )
-
-
-def _in_order(fqn: str) -> list[tuple[str, int]]:
-    """Sort key that puts blocks.9 before blocks.10."""
-    return [("", int(word)) if word.isdigit() else (word, 0) for word in fqn.split(".")]
 
 
 def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:

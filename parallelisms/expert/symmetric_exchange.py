@@ -40,6 +40,7 @@ from torch import Tensor
 
 from dtron.kernels.float8_rows import packed, wire_bytes
 from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
+from dtron.parallelisms.expert.bounded import Record
 from dtron.parallelisms.expert.peer_memory import GrowingMemory, PeerMemory
 
 IN_ORDER: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
@@ -64,15 +65,12 @@ class Mailbox:
         name: operators find the mailbox by its name, which is equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, record: Record | None = None) -> None:
+        self.group, self.record = group, record or Record()
         self.name = f"{group.group_name}.{next(_NUMBERS)}"
         _MAILBOXES[self.name] = self
-        self.layers = 0
-        """Number of layers."""
         self._memory = GrowingMemory(group)
         self._second = False
-        self._recorded = torch.zeros(0, dtype=torch.int64)
         self._stream: torch.cuda.Stream | None = None
         self._pull: _PendingPull | None = None
         """The latest pull."""
@@ -128,25 +126,6 @@ class Mailbox:
                 out.copy_(rows_of_peers([rows.view(out.dtype) for rows in peers], slots, parts))
 
         return _PendingPull(out, pull, slots)
-
-    def record(self, layer: Tensor, number: Tensor) -> None:
-        """Record `number` for a layer if it exceeds the number recorded so far.
-
-        Args:
-            layer, number: int64 (1,), on the device.
-        """
-        self._recorded = self.recorded(number.device).scatter_reduce(0, layer, number, "amax")
-
-    def recorded(self, device: torch.device) -> Tensor:
-        """Return the largest number recorded for each layer, int64 (layers,); 0: none so far."""
-        if missing := self.layers - len(self._recorded):
-            self._recorded = torch.cat([self._recorded, self._recorded.new_zeros(missing)])
-        self._recorded = self._recorded.to(device)
-        return self._recorded
-
-    def forget(self) -> None:
-        """Set the recorded numbers of all layers to 0."""
-        self._recorded = torch.zeros_like(self._recorded)
 
 
 class _PullArguments(NamedTuple):
@@ -261,7 +240,7 @@ def send_rows(
         back: int64 (R,), slot of each row's gradient among all ranks' gradients.
         back_parts: number of neighbouring ranks whose partial gradients are summed.
         mailbox: name of the mailbox.
-        layer, number: int64 (1,), for `Mailbox.record`, which the operator calls: the compiler must
+        layer, number: int64 (1,), for `Record.add`, which the operator calls: the compiler must
             not see that recorded numbers are modified, since it would copy them.
         float8, back_float8: write rows, or gradients, in float8 (`dtron/kernels/float8_rows.py`);
             the pull casts them back. Only if parts, or back_parts, is 1.
@@ -292,7 +271,7 @@ def _move(
 ) -> tuple[Tensor, Tensor]:
     found = _MAILBOXES[mailbox]
     if layer is not None and number is not None:
-        found.record(layer, number)
+        found.record.add(layer, number)
     pull = found.start_pull(rows, slots, parts, float8)
     return _placeholder(pull, rows, len(slots)), _without_memory(rows)
 

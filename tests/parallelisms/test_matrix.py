@@ -44,7 +44,8 @@ EXPECTED: dict[str, int] = {
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
-    ' "symmetric_memory" inside a host, recompute.mode = "full", or compile.enable = false': 8,
+    ' "symmetric_memory" inside a host, or "bounded_all_to_all", recompute.mode = "full", or'
+    " compile.enable = false": 8,
     "parallel.ep = 2 x parallel.etp = 1 does not divide the 3 ranks of dp_shard x cp x tp; use"
     " parallel.ep = 1, 3": 4,
     "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each tp rank"

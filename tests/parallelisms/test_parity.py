@@ -92,6 +92,7 @@ EXPERT_AXES: Axes = {
         {},
         {"parallel": {"ep": 2}},
         {"parallel": {"ep": 2, "dispatcher": "symmetric_memory"}},
+        {"parallel": {"ep": 2, "dispatcher": "bounded_all_to_all"}},
     ],
     "width": [{}, {"parallel": {"etp": 2}}],
     "tensor": [{}, {"parallel": {"tp": 2}}],

@@ -168,20 +168,25 @@ def test_what_peers_read_is_memory_of_a_rank_and_spares_time() -> None:
     assert 0.9 * slower.step < faster.step < slower.step
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "shared"), [("symmetric_memory", 2), ("bounded_all_to_all", 0)]
+)
 @pytest.mark.parametrize(("ep", "etp", "capacity", "room"), [(4, 1, 2.0, 2), (2, 2, 1.5, 3)])
-def test_bounded_buffers_of_experts(ep: int, etp: int, capacity: float, room: int) -> None:
+def test_bounded_buffers_of_experts(
+    ep: int, etp: int, capacity: float, room: int, dispatcher: str, shared: int
+) -> None:
     """Rows that experts keep have that much room, an etp-th of their hidden columns is a rank's,
-    and peers read twice as many."""
+    and peers read twice as many, if they read any."""
     model = "model.name=deepseek_v3 model.size=16b model.override.n_layers=2 compile.enable=true"
     layout = f"parallel.ep={ep} parallel.etp={etp} recompute.mode=none"
-    bounded = f"parallel.dispatcher=symmetric_memory parallel.ep_capacity={capacity}"
+    bounded = f"parallel.dispatcher={dispatcher} parallel.ep_capacity={capacity}"
     plain, pulled = (
         Resolved.of(RunConfig.load(LLAMA, f"{model} {layout} {more}".split()), 4)
         for more in ("", bounded)
     )
     rows, width, expert = plain.tokens * 6, plain.model.dim, plain.model.expert_dim
     before, after = (worst(memory(run)) for run in (plain, pulled))
-    assert after.classes["buffers"] - before.classes["buffers"] == 2 * room * rows * width * 2
+    assert after.classes["buffers"] - before.classes["buffers"] == shared * room * rows * width * 2
     kept = _kept(plain) + (room - etp) * rows * (width + 3 * expert / etp) * 2
     assert _kept(pulled) == kept
 

@@ -754,7 +754,7 @@ def fit_dropping_once(config: RunConfig) -> list[Tensor]:
         if trainer.step == 5 and trainer.place.rank == 1:
             dispatcher = trainer.model.applied.dispatcher
             assert isinstance(dispatcher, SymmetricMemory)
-            dispatcher.mailbox.record(torch.tensor([0]), torch.tensor([2 * 2**32 + 1]))
+            dispatcher.record.add(torch.tensor([0]), torch.tensor([2 * 2**32 + 1]))
         one_step()
 
     trainer._one_step = dropping  # type: ignore[method-assign]

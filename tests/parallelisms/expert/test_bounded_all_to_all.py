@@ -1,0 +1,137 @@
+"""Rows of experts by all-to-alls of a fixed size: any loads, rows that do not fit, whole graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from dtron.config import Parallel
+from dtron.errors import ConfigError
+from dtron.parallelisms.expert import bounded_all_to_all
+from dtron.parallelisms.expert.all_to_all import AllToAll
+from dtron.parallelisms.expert.bounded_all_to_all import (
+    NONE,
+    BoundedAllToAll,
+    by_expert,
+    rows_at_most,
+)
+from tests.harness import run_ranks
+from tests.parallelisms.expert.test_symmetric_dispatch import (
+    INDUCTOR,
+    LOADS,
+    ROWS,
+    SHALLOW,
+    drawn,
+    layer_of,
+    moved,
+)
+from tests.parallelisms.parity import EAGER, FULL, SELECTIVE, Case, outcome_of, parallel_run
+
+BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all", ep_capacity=1.5)
+
+
+def both_ways(etp: int) -> None:
+    for loads in LOADS:
+        found, wanted = (moved(kind, loads, etp, 2) for kind in (BoundedAllToAll, AllToAll))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13, msg=loads)
+        assert loads == "none" or all(tensor.any() for tensor in wanted[:4])
+
+
+@pytest.mark.parametrize(("world", "etp"), [(2, 1), (4, 1), (4, 2)])
+def test_equals_all_to_all(world: int, etp: int) -> None:
+    """Results and gradients of rows and of experts, with any loads."""
+    run_ranks(world, both_ways, etp)
+
+
+def test_rows_are_ordered_by_expert() -> None:
+    """Of random counts, some 0: each slot with a row has a place, by (expert, sender)."""
+    generator, most = torch.Generator().manual_seed(0), 9
+    for _ in range(20):
+        counts = torch.randint(0, 4, (3, 3), generator=generator)
+        order, inverse, offsets = by_expert(counts.cumsum(1), most)
+        slots = [
+            sender * most + int(counts[sender, :expert].sum()) + i
+            for expert in range(3)
+            for sender in range(3)
+            for i in range(int(counts[sender, expert]))
+        ]
+        assert order[: len(slots)].tolist() == slots
+        assert (order[len(slots) :] == NONE).all()
+        assert offsets.tolist() == counts.sum(0).cumsum(0).tolist()
+        assert [int(inverse[slot]) for slot in slots] == list(range(len(slots)))
+        assert int((inverse != NONE).sum()) == len(slots)
+
+
+def exceeded() -> tuple[Tensor, str]:
+    """On one rank, all of whose rows take an expert of rank 2: results, and what is said."""
+    bounded_all_to_all.LEAST, device = 1, torch.device("cpu")
+    dispatcher = BoundedAllToAll(dist.group.WORLD, 4, 1, 1.5)  # type: ignore[arg-type]
+    rows, offsets = drawn("one expert", dist.get_rank())
+    rows.requires_grad_()
+    layer = [layer_of(dispatcher, f"{name}.layer") for name in ("other", "some")][1]
+    out = dispatcher.finish(dispatcher.begin(rows, offsets, layer), lambda x, _: 2 * x)
+    (gradient,) = torch.autograd.grad(out.nansum(), rows)
+    assert (gradient[~out.isnan()] == 2).all()
+    assert dispatcher.dropped(device)
+    said = dispatcher.grow(device)
+    assert not dispatcher.dropped(device)
+    again = dispatcher.finish(dispatcher.begin(rows, offsets, layer), lambda x, _: 2 * x)
+    torch.testing.assert_close(again, 2 * rows)
+    assert not dispatcher.grow(device)
+    return out.detach(), said
+
+
+def test_rows_that_do_not_fit_are_nan_and_then_there_is_room() -> None:
+    """A rank sends a rank at most 1.5 times a quarter of its rows."""
+    for out, said in run_ranks(4, exceeded):
+        fits = torch.arange(ROWS) < 1.5 * ROWS / 4
+        assert out[~fits].isnan().all()
+        assert not out[fits].isnan().any()
+        assert "had 24 tokens for one rank's experts of some.layer, 4.00 times an even" in said
+        assert said.endswith("it is 4.0 from now on")
+
+
+def test_bounds() -> None:
+    assert rows_at_most(10**6, 8, 2.0) == 250_000
+    assert rows_at_most(10**6, 2, 3.0) == 10**6  # all there are
+    assert rows_at_most(4096, 16, 1.0) == bounded_all_to_all.LEAST
+    assert rows_at_most(100, 16, 1.0) == 100
+
+
+def in_float8() -> None:
+    with pytest.raises(ConfigError, match=r"float8.dispatch with .*bounded_all_to_all"):
+        BoundedAllToAll(dist.group.WORLD, 2, 1, 2.0, float8=True)  # type: ignore[arg-type]
+
+
+def test_float8_is_refused() -> None:
+    run_ranks(2, in_float8)
+
+
+WHOLE = [
+    Case("mixtral", 2, BOUNDED, SELECTIVE, INDUCTOR, {"n_layers": 3}),
+    Case("mixtral", 2, BOUNDED, FULL, EAGER, {"n_layers": 3}),
+    Case("deepseek_v3", 2, BOUNDED, SELECTIVE, EAGER, SHALLOW),
+]
+
+
+def compiled_whole(case: Case) -> tuple[dict[str, Any], int, int]:
+    """On one rank: what a case gives, how many graphs there are and how many breaks."""
+    bounded_all_to_all.LEAST = 1
+    counters.clear()
+    run = parallel_run(case)
+    return run, counters["stats"]["unique_graphs"], len(counters["graph_break"])
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_compiled_blocks_equal_one_process(case: Case) -> None:
+    """Losses, gradients and parameters; no graph breaks, and layers of a kind share theirs; one
+    more is the loss."""
+    ranks = run_ranks(case.world, compiled_whole, case, seconds=240)
+    assert not outcome_of(case, [run for run, *_ in ranks]).wrong(case)
+    assert [breaks for *_, breaks in ranks] == [0] * case.world
+    kinds = 1 if case.model == "mixtral" else 2
+    assert [graphs for _, graphs, _ in ranks] == [kinds + 1] * case.world
