@@ -103,6 +103,7 @@ FLOAT32: dict[int, list[Row]] = {
         *[row(2, {"pp": 2, "schedule": name}) for name in ("1F1B", "Interleaved1F1B", V)],
         row(2, EP2, MIXTURES),
         row(2, {**EP2, **SYMMETRIC}, MIXTURES),
+        row(2, {**EP2, "dispatcher": "bounded_all_to_all"}, MIXTURES),
         row(2, {"tp": 2, "ep": 2}, MIXTURES),
         row(2, {"dp_shard": 2, "etp": 2}, MIXTURES),
         row(2, {"dp_shard": 2, "etp": 2, **SYMMETRIC}, ["mixtral"]),
@@ -215,6 +216,7 @@ BFLOAT16_COMPILED: dict[int, list[Row]] = {
         narrow(2, {"pp": 2, "schedule": V}, ["llama"], compile=COMPILED),
         narrow(2, EP2, ["mixtral"], compile=COMPILED),
         narrow(2, {**EP2, **SYMMETRIC}, ["mixtral"], compile=COMPILED),
+        narrow(2, {**EP2, "dispatcher": "bounded_all_to_all"}, ["mixtral"], compile=COMPILED),
     ],
 }
 

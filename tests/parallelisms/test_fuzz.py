@@ -141,7 +141,9 @@ def _draw_parallel(random: random.Random, model: str, degrees: dict[str, int]) -
         keys["ep"] = random.choice([n for n in (1, 2, 4) if inside % n == 0])
         keys["etp"] = random.choice([n for n in (1, 1, 2) if inside // keys["ep"] % n == 0])
         if keys["ep"] > 1:
-            keys["dispatcher"] = random.choice(["all_to_all", "symmetric_memory"])
+            keys["dispatcher"] = random.choice(
+                ["all_to_all", "symmetric_memory", "bounded_all_to_all"]
+            )
     elif degrees["tp"] > 1:
         keys["sequence_parallel"] = random.choice([True, False])
     if degrees["pp"] > 1:

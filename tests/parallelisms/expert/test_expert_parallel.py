@@ -119,6 +119,7 @@ def test_a_layer_waits_once_and_sends_rows_both_ways(etp: int) -> None:
         assert of_rank["backward"] == {"waits": 0, "count": 2, "bytes": 2 * rows}
 
 
+FIXED: dict[str, Any] = {"dispatcher": "bounded_all_to_all"}
 LETTERS = {
     "_c10d_functional::all_to_all_single": "i",
     "_c10d_functional::wait_tensor": "w",
@@ -158,6 +159,7 @@ def letters(seen: profile) -> str:
         (Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full"), COMPILED), 3),
         (Case("deepseek_v3", 2, Parallel(ep=2), float8=Float8(dispatch=True)), 3),
         (Case("mixtral", 2, Parallel(ep=2)), 0),
+        (Case("deepseek_v3", 2, Parallel(ep=2, **FIXED)), 3),
     ],
     ids=str,
 )
@@ -171,6 +173,15 @@ def test_shared_experts_are_computed_while_rows_travel(case: Case, products: int
         assert there == ["m" * products] * layers, forward
         assert re.findall(BACK, backward) == ["m" * 2 * products] * layers, backward
         assert re.findall(THERE, backward) == there * again, backward
+
+
+def test_shared_experts_are_computed_while_rows_travel_in_one_graph() -> None:
+    """In the forward; no `g` tells products of experts from others in the graph."""
+    case = Case("deepseek_v3", 2, Parallel(ep=2, **FIXED), Recompute(mode="full"), COMPILED)
+    for found in run_ranks(2, order_of_pass, replace(case, override={"n_layers": 4}), seconds=120):
+        forward = found["forward"]
+        assert forward.count("iwi") > 1
+        assert re.findall("iwi(m*)w", forward) == ["mmm"] * forward.count("iwi"), forward
 
 
 def test_recomputation_waits_and_sends_again() -> None:
@@ -196,6 +207,16 @@ def test_symmetric_memory_waits_for_nothing(etp: int) -> None:
             assert of_rank[way] == {"waits": 0, "count": 0, "bytes": 0}
 
 
+@pytest.mark.parametrize("etp", [1, 2])
+def test_all_to_alls_of_a_fixed_size_wait_for_nothing(etp: int) -> None:
+    """What is sent is what fits, also with uneven loads: here all rows to any rank."""
+    case = Case("mixtral", 4, Parallel(ep=4 // etp, etp=etp, **FIXED))
+    ends, rows = EXPERTS * etp * LONG, TOKENS * TOP_K * DIM * FLOAT * 4
+    for of_rank in layer(case):
+        assert of_rank["forward"] == {"waits": 0, "count": 3, "bytes": ends + 2 * rows}
+        assert of_rank["backward"] == {"waits": 0, "count": 2, "bytes": 2 * rows}
+
+
 def first_experts(
     self: Router, logits: Tensor, scores: Tensor, real: Tensor | None = None
 ) -> Tensor:
@@ -217,6 +238,7 @@ def run_with_first_experts(case: Case) -> dict[str, Any]:
         Case("gpt_oss", 4, Parallel(ep=2, etp=2)),
         Case("deepseek_v3", 4, Parallel(ep=2, tp=2), Recompute(mode="full")),
         Case("qwen3_moe", 4, Parallel(ep=4, dispatcher="symmetric_memory")),
+        Case("qwen3_moe", 4, Parallel(ep=4, **FIXED)),
     ],
     ids=str,
 )
