@@ -26,6 +26,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_even",
     "is_pending",
+    "issue_all_to_all_even",
     "reduce_scatter",
     "symmetric_memory",
     "wait_tensor",
@@ -87,8 +88,17 @@ class _AllToAllEven(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, ranks: int, group: str) -> Tensor:
+    return wait_tensor(issue_all_to_all_even(x, ranks, group))
+
+
+def issue_all_to_all_even(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Exchange the same number of rows with each rank.
+
+    Args:
+        x: (ranks * N, ...).
+    """
     sizes = [x.shape[0] // ranks] * ranks
-    return wait_tensor(all_to_all(x, sizes, sizes, group))
+    return all_to_all(x, sizes, sizes, group)
 
 
 def is_pending(x: Any) -> bool:

@@ -198,8 +198,8 @@ class Parallel(Section):
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
     """The maximum number of token copies that a rank receives (`symmetric_memory`), or that it
     sends to one rank (`bounded_all_to_all`), as a multiple of a balanced load; buffers and
-    activations of experts grow with it. If there would be more, it is made larger and the steps
-    since are repeated; ep_capacity = ep is always enough."""
+    activations of experts grow with it. If there are more, the run raises the capacity and repeats
+    the steps; ep_capacity = ep is always enough."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are

@@ -66,9 +66,16 @@ class Guards:
         """Inform the watchdog of progress other than a step; `step` steps are done."""
         self.watchdog.beat(step)
 
+    def compiling(self, step: int) -> None:
+        """Inform the watchdog of progress; `step` steps are done, and a compilation may follow.
+
+        The time limit is that of the first step.
+        """
+        self.watchdog.begin_steps(step)
+
     @contextlib.contextmanager
-    def unwatched(self, step: int) -> Iterator[None]:
-        """Pause the watchdog after `step`, during a save or steps that are compiled again."""
+    def saving(self, step: int) -> Iterator[None]:
+        """Pause the watchdog during a save after `step`; saves have a separate time limit."""
         self.watchdog.pause(step)
         try:
             yield

@@ -92,6 +92,10 @@ class Spikes:
             found += [Spike(step, loss, limit)] if spiked else []
         return found
 
+    def forget(self, step: int) -> None:
+        """Forget the unread results of steps from `step` (1-based) on, which are repeated."""
+        self._unread = [each for each in self._unread if each[0] < step]
+
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint; waits for the device."""
         mean, absolute, steps = self.state.tolist()

@@ -347,7 +347,7 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
     """Yield the collectives that run once per step.
 
     They exchange the number of labels, partial gradients of tp ranks, gradients of tied weights,
-    the gradient norm, and expert loads for router biases.
+    the gradient norm, whether experts dropped tokens, and expert loads for router biases.
     """
     found: list[tuple[Sequence[Degree], str, float]] = [
         (LOSS_AXES, "all_reduce", 8.0 * (1 + run.model.mtp)),
@@ -355,6 +355,8 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
         (("pp",), "send", _tied(run, rank)),
         (DEGREES, "all_reduce", 4.0),
     ]
+    if run.config.parallel.bounded and run.experts["ep"] * run.experts["etp"] > 1:
+        found.append((DEGREES, "all_reduce", 8.0))
     layers = [i for stage in run.stages_of(rank) for i in stage.layers if run.has_experts(i)]
     if layers:
         found.append((TOKEN_AXES, "all_reduce", 8.0 * len(layers) * run.model.n_experts))

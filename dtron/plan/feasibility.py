@@ -78,7 +78,8 @@ def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
             yield from _split_hosts("parallel.copy_engines", what, ranks, inside, fix, hardware)
     if parallel.dispatcher in ("symmetric_memory", "deepep"):
         ranks, inside = expert_group(run, "ep", hardware.host)
-        fix = 'use fewer ranks (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
+        other = "bounded_all_to_all" if parallel.bounded else "all_to_all"
+        fix = f'use fewer ranks (parallel.ep, etp), or parallel.dispatcher = "{other}"'
         key = f'parallel.dispatcher = "{parallel.dispatcher}"'
         yield from _split_hosts(key, "experts", ranks, inside, fix, hardware)
 
@@ -163,8 +164,8 @@ def _inside_hosts(
     These changes are all-to-all dispatch, no copy engines, or more replicas with fewer shards.
     """
     if any(reason.startswith("parallel.dispatcher") for reason in found):
-        bounded = "ep_capacity" in config.parallel.model_fields_set
-        yield 1.0, {"dispatcher": "bounded_all_to_all" if bounded else "all_to_all"}
+        yield 1.0, {"dispatcher": "all_to_all"}
+        yield 1.1, {"dispatcher": "bounded_all_to_all"}  # if ep_capacity is set
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
         return
     degrees = config.degrees(world_size)

@@ -13,7 +13,7 @@ from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
-from dtron.parallelisms.expert.bounded_all_to_all import rows_at_most as rows_to_a_rank
+from dtron.parallelisms.expert.bounded_all_to_all import chunk_size
 from dtron.parallelisms.expert.symmetric_dispatch import rows_at_most
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.pipeline.executor import Layout
@@ -331,4 +331,4 @@ def expert_room(run: Resolved) -> float:
     sent = expert_rows(run) // etp
     if parallel.dispatcher == "symmetric_memory":
         return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent
-    return ep * etp * rows_to_a_rank(sent, ep, parallel.ep_capacity) / sent
+    return ep * etp * chunk_size(sent, ep, parallel.ep_capacity) / sent

@@ -21,12 +21,23 @@ log = logging.getLogger("dtron")
 
 
 class Evaluation:
-    """Evaluates the model with its current weights; all ranks call every method together."""
+    """Evaluates the model with its current weights; all ranks call every method together.
+
+    Args:
+        compiling: function that is called after the experts' capacity was raised, which compiles
+            blocks again.
+    """
 
     def __init__(
-        self, config: RunConfig, model: ParallelModel, batches: RankBatches, data: DataSetup
+        self,
+        config: RunConfig,
+        model: ParallelModel,
+        batches: RankBatches,
+        data: DataSetup,
+        compiling: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.model, self.batches, self.data = config, model, batches, data
+        self.compiling = compiling
 
     def loss(self) -> float | None:
         """Return the mean validation loss; None: validation is off. Waits for the device."""
@@ -42,20 +53,21 @@ class Evaluation:
         )
         prepared = [self.batches.prepare(batch) for batch in batches]
         loss = evaluate(self.model, prepared)
-        while self._grown():
+        while self._dropped():
             loss = evaluate(self.model, prepared)
         return loss.item()
 
-    def _grown(self) -> bool:
-        """Return whether experts' tokens were dropped, for which there is room now; a collective.
+    def _dropped(self) -> bool:
+        """Return whether experts dropped tokens; then the capacity has been raised. A collective.
 
         Raises: as `Dispatcher.grow`.
         """
         dispatcher = self.model.applied.dispatcher
-        said = dispatcher.grow(self.batches.device) if dispatcher is not None else ""
-        if said:
-            log.warning("%s; the evaluation is repeated", said)
-        return bool(said)
+        message = dispatcher.grow(self.batches.device) if dispatcher is not None else ""
+        if message:
+            log.warning("%s; the evaluation is repeated", message)
+            self.compiling()
+        return bool(message)
 
     def sample(self) -> str:
         """Continue `train.sample_prompt` by `train.sample_tokens` tokens; return the text."""
@@ -75,7 +87,7 @@ class Evaluation:
         vocabulary = self.batches.model.config.vocab_size
         arguments = (self.model, self.batches.prepare, vocabulary, tokens, index)
         logits = next_logits(*arguments)
-        while self._grown():
+        while self._dropped():
             logits = next_logits(*arguments)
         return logits
 

@@ -1,8 +1,8 @@
 """One optimizer step: forward and backward of the micro-batches, norm, clipping, update.
 
 The host never waits for the device. Updates with non-finite gradients are skipped and counted on
-the device, with the same result on all ranks. So are, uncounted, the first step that drops tokens
-of experts and those after it, which `Repeats` repeats.
+the device, with the same result on all ranks. If experts drop tokens in a step, the updates of this
+step and of all later steps are skipped too, without being counted, until `Repeats` repeats them.
 """
 
 import functools
@@ -44,6 +44,10 @@ class Guard(Protocol):
         Args:
             partial_loss: this rank's partial loss; the sum over SHARE_AXES is the loss.
         """
+        ...
+
+    def forget(self, step: int) -> None:
+        """Forget results of steps from `step` (1-based) on, which are repeated."""
         ...
 
 
@@ -240,34 +244,40 @@ class TrainStep:
 
 
 class Repeats:
-    """Repeats steps that dropped tokens of experts, after the dispatcher has made room for them.
+    """Repeats the steps that were skipped because experts dropped tokens.
 
-    The host does not wait to learn whether a step drops tokens: that step changes nothing, and
-    neither does any step after it, on all ranks (`TrainStep.first_dropped`). Batches are kept until
-    `settle`, which makes room and repeats the steps, from weights that are still those before the
-    first of them. So the run is what it would have been with that much room from its start.
+    The host does not wait to learn whether a step drops tokens. It keeps the arguments of each step
+    until `run`, which raises the dispatcher's capacity and repeats the skipped steps in order. The
+    weights are still those before the first of them, so the run equals one that had this capacity
+    from its start.
 
-    All ranks call every method together. With dispatchers that drop nothing it does nothing.
+    All ranks call every method together. With dispatchers that never drop tokens it does nothing.
+
+    Args:
+        compiling: function that is called after the capacity was raised, which compiles blocks
+            again, and after each repeated step.
     """
 
-    def __init__(self, step: TrainStep, device: torch.device) -> None:
-        self.step, self.device = step, device
-        self.dispatcher = step.model.applied.dispatcher
-        self._keeps = step.drops
-        self._kept: list[tuple[Sequence[Batch], int, float]] = []
+    def __init__(
+        self, step: TrainStep, device: torch.device, compiling: Callable[[], None] = lambda: None
+    ) -> None:
+        self.step, self.device, self.compiling = step, device, compiling
+        self._kept: list[tuple[Sequence[Batch], int, float, Compute | None]] = []
 
     @property
     def full(self) -> bool:
-        """Whether `settle` must be called before the next step."""
+        """Whether `run` must be called before the next step."""
         return len(self._kept) == MOST_KEPT
 
-    def keep(self, batches: Sequence[Batch], step: int, lr: float) -> None:
+    def keep(
+        self, batches: Sequence[Batch], step: int, lr: float, compute: Compute | None = None
+    ) -> None:
         """Keep the arguments of the call of `TrainStep` that has just returned."""
-        if self._keeps:
-            self._kept.append((batches, step, lr))
+        if self.step.drops:
+            self._kept.append((batches, step, lr, compute))
 
-    def settle(self) -> StepResult | None:
-        """Wait for the device; repeat steps until nothing was dropped in any.
+    def run(self) -> StepResult | None:
+        """Wait for the device; repeat steps until none drops tokens.
 
         Returns:
             The result of the latest step, if it was repeated.
@@ -276,15 +286,29 @@ class Repeats:
         """
         kept, self._kept, result = self._kept, [], None
         while kept and (first := int(self.step.first_dropped)):
-            assert self.dispatcher is not None, "it has dropped something"
-            said, last = self.dispatcher.grow(self.device), kept[-1][1] + 1
+            last = kept[-1][1] + 1
             steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
-            log.warning("%s; %s repeated", said, steps)
-            self.step.first_dropped.zero_()
-            for batches, step, lr in kept:
-                if step + 1 >= first:
-                    result = self.step(batches, step, lr)
+            self._raise_capacity(f"{steps} repeated")
+            if self.step.guard is not None:
+                self.step.guard.forget(first)
+            for arguments in kept:
+                if arguments[1] + 1 >= first:
+                    result = self.step(*arguments)
+                    self.compiling()
         return result
+
+    def discard(self) -> None:
+        """Discard the kept steps, because a checkpoint of an earlier step replaces the weights."""
+        self._kept = []
+        if int(self.step.first_dropped):
+            self._raise_capacity("the steps are discarded")
+
+    def _raise_capacity(self, then: str) -> None:
+        dispatcher = self.step.model.applied.dispatcher
+        assert dispatcher is not None, "it has dropped tokens"
+        log.warning("%s; %s", dispatcher.grow(self.device), then)
+        self.step.first_dropped.zero_()
+        self.compiling()
 
 
 def _label_counts(batch: Batch) -> Tensor:

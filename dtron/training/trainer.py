@@ -162,7 +162,7 @@ class Trainer:
             stop.end()
             raise
         except TrainingError:  # on all ranks; wait for an asynchronous save
-            with self.guards.unwatched(self.step):
+            with self.guards.saving(self.step):
                 self.saving.try_wait()
             stop.end()  # on all ranks, so that no rank waits in a collective of `StopSignal`
             raise
@@ -190,7 +190,7 @@ class Trainer:
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
         self.run = build_run(config, setup, model, self.guards.spikes)
-        self.repeats = Repeats(self.run.step, place.device)
+        self.repeats = Repeats(self.run.step, place.device, self._compiling)
         loader = Loader(
             self.data_setup.train,
             global_batch=config.train.global_batch,
@@ -200,7 +200,7 @@ class Trainer:
             ahead=config.data.steps_ahead,
         )
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
-        self.evaluation = Evaluation(config, model, self.batches, self.data_setup)
+        self.evaluation = Evaluation(config, model, self.batches, self.data_setup, self._compiling)
         self.checkpointer = Checkpointer(
             self.resume.locations,
             model.applied,
@@ -219,6 +219,9 @@ class Trainer:
         info = RunInfo(config, place, self.data_setup, builder, model, self.automatic.chosen)
         self._open_run(info)
         self.faults.built(modules_of(model.applied), lambda: self.step)
+
+    def _compiling(self) -> None:
+        self.guards.compiling(self.step)
 
     def _refresh_weights(self) -> None:
         """Update state that depends on weights, after weights were initialized or loaded."""
@@ -307,20 +310,20 @@ class Trainer:
         stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
         while self.step < config.train.steps and not stopped:
             if self.checkpointer.failed:
-                with self.guards.unwatched(self.step):
+                with self.guards.saving(self.step):
                     self.saving.report_failed(stop)
             if stop.agreed():
                 break
             self._one_step()
             if (spike := self.guards.after_step(self.step)) is not None:
-                with self.guards.unwatched(self.step):
+                with self.guards.saving(self.step):
                     saved = self._durable_step(self._roll_back(spike))
                 continue
             if self.checkpointer.due(self.step) and self._save():
                 saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
         finished = self.step == config.train.steps
-        self._settle()
-        with self.guards.unwatched(self.step):
+        self._repeat_dropped()
+        with self.guards.saving(self.step):
             if not self.saving.try_wait():  # raises errors of an asynchronous save
                 saved = -1
             due = config.checkpoint.last or self.checkpointer.is_durable_step(self.step)
@@ -373,7 +376,7 @@ class Trainer:
         if validates or number % config.metrics.log_interval == 0:
             self._log(result, lr, validates)
         elif self.repeats.full:
-            self._settle()
+            self._repeat_dropped()
         if number % config.train.gc_interval == 0:
             gc.collect(1)
 
@@ -391,6 +394,7 @@ class Trainer:
         )
         float8, compute = self.run.setup.float8, self.guards.compute(number)
         if compute is not None:  # computes gradients twice, so collectives are not counted
+            self._repeat_dropped()
             result = self.run.step(batches, self.step, lr, compute)
         elif config.debug.collectives and first:
             result = self._counted(batches, lr)
@@ -399,7 +403,7 @@ class Trainer:
             result = self._measured(statistics, batches, lr)
         else:
             result = self.run.step(batches, self.step, lr)
-        self.repeats.keep(batches, self.step, lr)
+        self.repeats.keep(batches, self.step, lr, compute)
         if first:
             self._after_first_step()
         return result, lr, attended
@@ -428,28 +432,27 @@ class Trainer:
         self.step_log.accuracy = statistics.read()
         return result
 
-    def _settle(self) -> StepResult | None:
-        """Repeat steps that dropped tokens of experts; return the latest step's new result."""
-        with self.guards.unwatched(self.step):
-            result = self.repeats.settle()
+    def _repeat_dropped(self) -> StepResult | None:
+        """Repeat steps in which experts dropped tokens; return the latest step's new result."""
+        result = self.repeats.run()
         if result is not None:
-            self.step_log.accuracy = {}  # of casts of a step that was not taken
+            self.step_log.accuracy = {}  # of the float8 casts of a skipped step
         return result
 
     def _log(self, result: StepResult, lr: float, validates: bool) -> None:
         """Write the metrics of this step. Waits for the device."""
-        result = self._settle() or result
+        result = self._repeat_dropped() or result
         row = self.step_log.row(self.step, self.tokens, result, lr)
         if validates and (validation_loss := self.evaluation.loss()) is not None:
             row["validation_loss"] = validation_loss
             self.throughput.restart()
-            self.guards.alive(self.step)
+            self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
         self.writer.row(row)
         self.step_log.check_skipped(row)
 
     def _save(self) -> bool:
-        self._settle()
-        with self.guards.unwatched(self.step):
+        self._repeat_dropped()
+        with self.guards.saving(self.step):
             saved = self.saving.try_begin()
         self.throughput.restart()
         return saved
@@ -487,7 +490,7 @@ class Trainer:
 
     def _roll_back(self, spike: Spike) -> Location:
         """Load and return a checkpoint from before a spike. Raises: as `Rollback.load`."""
-        self._settle()
+        self.repeats.discard()
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
         self.step, self.tokens = metadata.step, metadata.tokens

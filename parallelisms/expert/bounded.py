@@ -1,8 +1,8 @@
 """Dispatchers whose buffers have a fixed number of rows, so that the host reads no counts.
 
-Rows that do not fit are never dropped silently. Their results are NaN, and their number is recorded
-on the device. Training takes no step after that (`dropped`), until the host reads the numbers,
-makes the buffers larger (`grow`), and repeats the steps.
+Rows that do not fit are dropped: their results are NaN, and their number is recorded on the device.
+Training then skips all updates (`dropped`) until the host reads the numbers, raises the capacity
+(`grow`), and repeats the steps.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtron.errors import TrainingError
-from dtron.parallelisms.expert.dispatcher import Dispatcher
+from dtron.errors import ConfigError, TrainingError
+from dtron.parallelisms.expert.dispatcher import Compute, Dispatcher
 
-NUMBERS = 2**32
-"""Larger than any number of rows: two numbers n, m of rows are recorded as n * NUMBERS + m."""
+RADIX = 2**32
+"""Larger than any number of rows: two numbers n, m of rows are recorded as n * RADIX + m."""
 UNEVEN = 2**62
 """Recorded if ranks have different numbers of rows; larger than any record of two numbers."""
 _SPARE = 1.25
@@ -85,15 +85,23 @@ class LayerTensors(NamedTuple):
 
 
 class Bounded(Dispatcher):
-    """A dispatcher with buffers of a fixed number of rows; P = ep x etp ranks.
+    """A dispatcher with buffers of a fixed number of rows.
 
-    A layer's `begin` records `rows x NUMBERS + even` where `rows` did not fit and `even` is their
-    number with even loads, or UNEVEN.
+    A layer's `begin` records n * RADIX + M if n of a rank's M rows did not fit, or UNEVEN. M must
+    be the same on all ranks.
     """
 
     in_graphs = True
-    excess: str
-    """What is said of rows that did not fit, with {rank} and {rows}."""
+    dropped_rows: str
+    """Part of the message: the rows that did not fit, with {rank} and {rows}."""
+
+    def even_load(self, n_rows: int) -> float:
+        """Return the number of rows with even loads, of which the capacity is a multiple.
+
+        Args:
+            n_rows: M.
+        """
+        raise NotImplementedError
 
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None:
         self.group, self.ep, self.etp, self.capacity = group, ep, etp, capacity
@@ -104,6 +112,16 @@ class Bounded(Dispatcher):
         number = self.record.layers.setdefault(fqn, len(self.record.layers))
         numbers = ([number], [self.group.rank()], list(range(self.group.size())))
         return LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
+
+    def computed(self, compute: Compute, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Return the experts' results. Raises ConfigError: their shape is not that of the rows."""
+        results = compute(rows, offsets)
+        if results.shape != rows.shape:
+            raise ConfigError(
+                f"experts returned shape {tuple(results.shape)} for rows {tuple(rows.shape)}; with "
+                "a bounded parallel.dispatcher return one row per input row, padding included"
+            )
+        return results
 
     def dropped(self, device: torch.device) -> Tensor:
         """Return whether a layer of this rank dropped rows; see `Dispatcher`."""
@@ -122,36 +140,33 @@ class Bounded(Dispatcher):
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         if not most.item():
             return ""
-        own = [
-            (fqn, *divmod(n, NUMBERS))
-            for fqn, n in zip(self.record.layers, largest.tolist(), strict=True)
-            if n
-        ]
+        numbers = zip(self.record.layers, largest.tolist(), strict=True)
+        own = [(fqn, *divmod(number, RADIX)) for fqn, number in numbers if number]
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        dist.all_gather_object(of_ranks, own[:1])  # inputs of later layers were NaN
         self.record.forget()
-        said = self._make_room(of_ranks)
-        torch.compiler.reset()  # a second value of a number would compile to symbolic shapes
-        return said
+        message = self._raise_capacity(of_ranks)
+        torch.compiler.reset()  # graphs of the old capacity count towards the recompilation limit
+        return message
 
-    def _make_room(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
-        """Set the capacity that the first layer that dropped rows needs; return what is said of it.
-
-        Layers after it may have recorded numbers that are wrong, since their inputs were NaN.
-        """
+    def _raise_capacity(self, of_ranks: list[list[tuple[str, int, int]]]) -> str:
+        """Set the capacity that the first layer that dropped rows needs; return the message."""
         found = [(entry, rank) for rank, entries in enumerate(of_ranks) for entry in entries]
         first = min((fqn for (fqn, *_), _ in found), key=_in_order)
-        rows, even, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
-        if rows == UNEVEN // NUMBERS:
+        rows, n_rows, rank = max((*counts, rank) for (fqn, *counts), rank in found if fqn == first)
+        if rows == UNEVEN // RADIX:
             raise TrainingError(
-                f"ranks had different numbers of tokens for the experts of {first}; the step was "
-                'skipped. Pad them to equal numbers, or use parallel.dispatcher = "all_to_all"'
+                "parallel.dispatcher: ranks had different numbers of tokens for the experts of "
+                f"{first}; the step was skipped. Pad them to equal numbers, or use "
+                'parallel.dispatcher = "all_to_all"'
             )
-        before = self.capacity
-        self.capacity = min(float(self.ep), math.ceil(_SPARE * rows / even * 10) / 10)
+        before, load = self.capacity, rows / self.even_load(n_rows)
+        self.capacity = min(float(self.ep), math.ceil(_SPARE * load * 10) / 10)
+        assert self.capacity > before, "rows that exceed a capacity need a larger one"
         return (
-            f"parallel.ep_capacity = {before}: {self.excess.format(rank=rank, rows=rows)} of "
-            f"{first}, {rows / even:.2f} times an even load; it is {self.capacity} from now on"
+            f"parallel.ep_capacity = {before}: {self.dropped_rows.format(rank=rank, rows=rows)} of "
+            f"{first}, {load:.2f} times an even load; continuing with parallel.ep_capacity = "
+            f"{self.capacity}"
         )
 
 

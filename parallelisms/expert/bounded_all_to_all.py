@@ -15,7 +15,9 @@ where M / ep is the number of rows with even loads. See `bounded.py` for rows th
 `begin` issues the dispatch and `finish` waits for it; the backward likewise issues gradients when
 it reaches `finish` and waits for them at `begin`.
 
-Shapes: M rows of a rank, the same on all; D width, E experts, P = ep x etp ranks, S rows from a
+All ranks must have the same M, which the size of messages follows from.
+
+Shapes: M rows of a rank; D width, E experts, P = ep x etp ranks, S rows from a
 rank to a rank.
 Sources: GShard, arXiv:2006.16668, has a fixed capacity of each expert; here it is of each rank.
 """
@@ -28,14 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.errors import ConfigError
-from dtron.parallelisms.expert.bounded import NUMBERS, Bounded, LayerTensors, bucket, recorded
+from dtron.kernels.peer_gather import LOST, NONE
+from dtron.parallelisms.expert.bounded import RADIX, Bounded, LayerTensors, bucket, recorded
 from dtron.parallelisms.expert.dispatcher import Compute
-from dtron.parallelisms.functional_collectives import all_to_all, wait_tensor
+from dtron.parallelisms.functional_collectives import issue_all_to_all_even, wait_tensor
 
 LEAST = 512
 """Minimum of S, since loads of few tokens are never even."""
-NONE, LOST = -1, -2
-"""In place of an index: no row, whose result is 0; a row that did not fit, whose result is NaN."""
 
 
 class _InFlight(NamedTuple):
@@ -44,7 +45,7 @@ class _InFlight(NamedTuple):
     rows: Tensor
     """(P S, D) by (sender, expert); not to be read before the wait."""
     ends: Tensor
-    """int64 (P, E / ep): end of each sender's rows for each expert."""
+    """int64 (P, E / ep): end of each sender's rows for each expert; as `rows`."""
     slots: Tensor
     """int64 (M,): the slot among (ep S,) of each row of this rank, or NONE, or LOST."""
     back: Tensor
@@ -60,7 +61,7 @@ class BoundedAllToAll(Bounded):
         float8: not implemented.
     """
 
-    excess = "rank {rank} had {rows} tokens for one rank's experts"
+    dropped_rows = "rank {rank} had {rows} tokens for one rank's experts"
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
@@ -70,7 +71,7 @@ class BoundedAllToAll(Bounded):
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: LayerTensors) -> _InFlight:
         """Exchange the ends of experts' rows, and issue the dispatch; see `Dispatcher`."""
-        n_rows, most = len(rows), rows_at_most(len(rows), self.ep, self.capacity)
+        n_rows, most = len(rows), chunk_size(len(rows), self.ep, self.capacity)
         ends = offsets.long().view(self.ep, -1)  # of each rank's experts
         last = ends[:, -1]
         first = torch.cat([last.new_zeros(1), last[:-1]])
@@ -84,27 +85,29 @@ class BoundedAllToAll(Bounded):
         slots = torch.where(place < most, receiver * most + place, LOST)
         slots = torch.where(row < last[-1], slots, NONE)
 
-        most_rows = counts.amax().unsqueeze(0)
-        exceeded = torch.where(most_rows > most, most_rows * NUMBERS + -(-n_rows // self.ep), 0)
+        largest = counts.amax().unsqueeze(0)
+        exceeded = torch.where(largest > most, largest * RADIX + n_rows, 0)
         sent = (ends - first.unsqueeze(1)).clamp(max=most)
         sent = recorded(sent, layer.number, exceeded, self.record.name)
-        name, each = self.group.group_name, [1] * self.group.size()
-        ends = wait_tensor(all_to_all(sent.repeat_interleave(self.etp, 0), each, each, name))
-        parts = select(rows, back, slots).view(self.ep, 1, most, -1)
-        parts = parts.expand(-1, self.etp, -1, -1).reshape(self.ep * self.etp * most, -1)
-        return _InFlight(self._issue(parts), ends, slots, back)
+        ends = issue_all_to_all_even(sent.repeat_interleave(self.etp, 0), *self._ranks())
+        chunks = select(rows, back, slots).view(self.ep, 1, most, rows.shape[1])
+        chunks = chunks.expand(-1, self.etp, -1, -1).reshape(-1, rows.shape[1])
+        return _InFlight(_Issue.apply(chunks, *self._ranks()), ends, slots, back)
 
     def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """Wait for the dispatch, compute, combine, and return the results; see `Dispatcher`."""
-        rows, width = _Wait.apply(pending.rows, *self._ranks()), pending.rows.shape[1]
-        order, inverse, offsets = by_expert(pending.ends, len(rows) // len(pending.ends))
-        results = compute(select(rows, order, inverse), offsets)
-        partials = _Wait.apply(self._issue(select(results, inverse, order)), *self._ranks())
-        summed = partials.view(self.ep, self.etp, -1, width).sum(1).view(-1, width)
-        return select(summed, pending.slots, pending.back)
+        ends, most = wait_tensor(pending.ends), len(pending.back) // self.ep
+        rows = _Wait.apply(pending.rows, *self._ranks())
+        order, inverse, offsets = by_expert(ends, most)
+        results = self.computed(compute, select(rows, order, inverse), offsets)
+        combined = _Issue.apply(select(results, inverse, order), *self._ranks())
+        partials = _Wait.apply(combined, *self._ranks())
+        summed = partials.view(self.ep, self.etp, most, rows.shape[1]).sum(1)
+        return select(summed.flatten(0, 1), pending.slots, pending.back)
 
-    def _issue(self, rows: Tensor) -> Tensor:
-        return _Issue.apply(rows, *self._ranks())
+    def even_load(self, n_rows: int) -> float:
+        """Return the number of rows from a rank to a rank; see `Bounded`."""
+        return n_rows / self.ep
 
     def _ranks(self) -> tuple[int, str]:
         return self.group.size(), self.group.group_name
@@ -120,7 +123,7 @@ def check_float8(float8: bool) -> None:
         )
 
 
-def rows_at_most(n_rows: int, ep: int, capacity: float) -> int:
+def chunk_size(n_rows: int, ep: int, capacity: float) -> int:
     """Return S, the number of rows from a rank to a rank, for n_rows rows per rank."""
     return min(n_rows, max(LEAST, math.ceil(capacity * n_rows / ep)))
 
@@ -184,7 +187,7 @@ class _Select(torch.autograd.Function):
 
 
 class _Issue(torch.autograd.Function):
-    """Issue an all-to-all of equal parts; only `_Wait` may read the result.
+    """Issue an all-to-all of equal chunks; only `_Wait` may read the result.
 
     The backward waits for the gradients that `_Wait`'s backward issued; no hook may read them
     between the two.
@@ -192,7 +195,7 @@ class _Issue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: int, group: str) -> Tensor:
-        return _exchange(rows, ranks, group)
+        return issue_all_to_all_even(rows, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -207,9 +210,4 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _exchange(gradients[0], *ctx.ranks), None, None
-
-
-def _exchange(rows: Tensor, ranks: int, group: str) -> Tensor:
-    sizes = [len(rows) // ranks] * ranks
-    return all_to_all(rows, sizes, sizes, group)
+        return issue_all_to_all_even(gradients[0], *ctx.ranks), None, None

@@ -60,10 +60,10 @@ class Dispatcher(Protocol):
         return None
 
     def grow(self, device: torch.device) -> str:
-        """Wait for the device; if any rank dropped rows, make room for them. A collective.
+        """Wait for the device; if any rank dropped rows, raise the capacity. A collective.
 
         Returns:
-            A sentence that says what did not fit and how large the room is now, equal on all ranks;
+            A message with the rows that were dropped and the new capacity, equal on all ranks;
             empty: no rank dropped rows.
         Raises:
             TrainingError: on all ranks, if rows were dropped for another reason than their number.

@@ -45,7 +45,7 @@ from torch import Tensor
 from dtron.errors import ConfigError
 from dtron.kernels.float8_rows import converts
 from dtron.kernels.peer_gather import LOST, NONE
-from dtron.parallelisms.expert.bounded import NUMBERS, UNEVEN, Bounded, LayerTensors, bucket
+from dtron.parallelisms.expert.bounded import RADIX, UNEVEN, Bounded, LayerTensors, bucket
 from dtron.parallelisms.expert.dispatcher import Compute
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.expert.symmetric_exchange import (
@@ -142,12 +142,12 @@ class SymmetricMemory(Bounded):
         ConfigError: the ranks are on several hosts.
     """
 
-    excess = "rank {rank} was to receive {rows} tokens for its experts"
+    dropped_rows = "rank {rank} was to receive {rows} tokens for its experts"
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
     ) -> None:
-        fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "all_to_all"'
+        fix = 'use fewer of them (parallel.ep, etp), or parallel.dispatcher = "bounded_all_to_all"'
         check_host(group, 'parallel.dispatcher = "symmetric_memory"', "experts", fix)
         super().__init__(group, ep, etp, capacity)
         self.float8 = float8
@@ -157,6 +157,10 @@ class SymmetricMemory(Bounded):
         """Number a layer and return its constants as tensors; see `Dispatcher`."""
         check_device(device, self.float8)
         return super().layer(fqn, device)
+
+    def even_load(self, n_rows: int) -> float:
+        """Return the number of rows for a rank's experts; see `Bounded`."""
+        return float(self.etp * n_rows)
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: LayerTensors) -> _InFlight:
         """Exchange offsets, compute routes, and issue the dispatch; see `Dispatcher`."""
@@ -169,24 +173,16 @@ class SymmetricMemory(Bounded):
             dispatch=torch.where(uneven, NONE, routes.dispatch),
             combine=torch.where(uneven, LOST, routes.combine),
         )
-        exceeded = torch.where(
-            routes.n_rows > most, routes.n_rows * NUMBERS + self.etp * len(rows), 0
-        )
+        exceeded = torch.where(routes.n_rows > most, routes.n_rows * RADIX + len(rows), 0)
         exceeded = torch.where(uneven, UNEVEN, exceeded)
         slots = (routes.dispatch, 1, routes.combine, self.etp)
-        recorded = (self.mailbox.name, layer.number, exceeded)
-        return _InFlight(send_rows(rows, *slots, *recorded, float8=self.float8), routes)
+        record = (self.mailbox.name, layer.number, exceeded)
+        return _InFlight(send_rows(rows, *slots, *record, float8=self.float8), routes)
 
     def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """Wait for the dispatch, compute, combine, and return the results; see `Dispatcher`."""
         routes, rows = pending.routes, arrived(pending.pending)
-        results = compute(rows, routes.offsets)
-        if results.shape != rows.shape:
-            raise ConfigError(
-                f'parallel.dispatcher = "symmetric_memory": expert output has shape '
-                f"{tuple(results.shape)} for input {tuple(rows.shape)}; return one row per input "
-                "row, padding included"
-            )
+        results = self.computed(compute, rows, routes.offsets)
         slots = (routes.combine, self.etp, routes.dispatch, 1)
         return move(results, *slots, self.mailbox.name, back_float8=self.float8)
 

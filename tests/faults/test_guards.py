@@ -19,6 +19,7 @@ from dtron.errors import ConfigError, TrainingError
 from dtron.faults.corruption import bit_hash
 from dtron.faults.spikes import Spikes
 from dtron.faults.stragglers import Stragglers, _CpuWaits, table
+from dtron.parallelisms.expert.bounded import RADIX, Bounded
 from dtron.setup.rules import resolve
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -51,6 +52,21 @@ def fit_spiking(config: RunConfig) -> None:
     Spiking(config).fit()
 
 
+class SpikingAndDropping(Spiking):
+    """Rank 1 also records dropped tokens in the step after the spike."""
+
+    def before(self, number: int) -> None:
+        super().before(number)
+        if number == self.at + 1 and self.place.rank == 1 and not self.rollback.n_rollbacks:
+            dispatcher = self.model.applied.dispatcher
+            assert isinstance(dispatcher, Bounded)
+            dispatcher.record.add(torch.tensor([0]), torch.tensor([2 * RADIX + 1]))
+
+
+def fit_spiking_and_dropping(config: RunConfig) -> None:
+    SpikingAndDropping(config).fit()
+
+
 MIXED = {"parallel__tp": 2, "parallel__pp": 2, "train__micro_batch": 4}
 WATCHED = {
     "faults__spike_window": 4,
@@ -78,6 +94,17 @@ def test_a_spike_is_rolled_back_and_its_batches_are_left_out(tmp_path: Path) -> 
     assert kept == [f"step-{n}" for n in (2, 4, 6, 8)]  # the first step-6 was abandoned
     for name in kept:  # or a run could not resume from it
         assert read_metadata(run_dir / "checkpoints" / name).data["order"] == "groups-1"
+
+
+def test_a_rollback_discards_steps_that_wait_to_be_repeated(tmp_path: Path) -> None:
+    """Else they would be repeated from the weights of a checkpoint before them."""
+    options = {**WATCHED, **SMALL, "faults__on_spike": "rollback", "faults__rollback_steps": 3}
+    options |= {"metrics__batch_hash": False, "metrics__log_interval": 12, "train__steps": 12}
+    options |= {"parallel__ep": 2, "parallel__dispatcher": "symmetric_memory"}
+    for name, act in (("spike", fit_spiking), ("both", fit_spiking_and_dropping)):
+        run_ranks(2, act, tiny(tmp_path / name, **options, parallel__ep_capacity=1.0))
+    one, other = (trained(tmp_path / name / "checkpoints/step-12") for name in ("spike", "both"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:

@@ -36,6 +36,7 @@ from dtron.data import Loader
 from dtron.errors import CheckpointError, ConfigError, TrainingError
 from dtron.faults.signals import StopSignal
 from dtron.parallelisms.expert import symmetric_dispatch
+from dtron.parallelisms.expert.bounded import RADIX
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 from dtron.parallelisms.gradients import local_part
 from dtron.run.metrics import MetricsWriter
@@ -746,7 +747,7 @@ def test_steps_whose_tokens_do_not_fit_are_repeated(
 
 
 def fit_dropping_once(config: RunConfig) -> list[Tensor]:
-    """On one rank: the parameters after a run in which rank 1 drops tokens in step 6 alone."""
+    """On one rank: the parameters after a run in which rank 1 records dropped tokens in step 6."""
     trainer = Trainer(config)
     one_step = trainer._one_step
 
@@ -754,7 +755,7 @@ def fit_dropping_once(config: RunConfig) -> list[Tensor]:
         if trainer.step == 5 and trainer.place.rank == 1:
             dispatcher = trainer.model.applied.dispatcher
             assert isinstance(dispatcher, SymmetricMemory)
-            dispatcher.record.add(torch.tensor([0]), torch.tensor([2 * 2**32 + 1]))
+            dispatcher.record.add(torch.tensor([0]), torch.tensor([2 * RADIX + 1]))
         one_step()
 
     trainer._one_step = dropping  # type: ignore[method-assign]
@@ -764,9 +765,10 @@ def fit_dropping_once(config: RunConfig) -> list[Tensor]:
 
 def test_no_step_is_taken_after_one_that_drops(tmp_path: Path) -> None:
     """Otherwise the batch of that step would come after theirs."""
-    settings = {**BOUNDED, "parallel__ep": 2, "parallel__ep_capacity": 2.0}
-    wanted = run_ranks(2, fit_with_buffers, tiny(tmp_path / "ample", **settings))
-    found = run_ranks(2, fit_dropping_once, tiny(tmp_path / "once", **settings))
+    settings = {**BOUNDED, "parallel__ep": 2}
+    ample = tiny(tmp_path / "ample", **settings, parallel__ep_capacity=2.0)
+    once = tiny(tmp_path / "once", **settings, parallel__ep_capacity=1.0)
+    wanted, found = run_ranks(2, fit_with_buffers, ample), run_ranks(2, fit_dropping_once, once)
     for parameters, (_, of_ample) in zip(found, wanted, strict=True):
         torch.testing.assert_close(parameters, of_ample, rtol=0, atol=0)
     assert figures(tmp_path / "once") == figures(tmp_path / "ample")

@@ -10,16 +10,17 @@ from torch._dynamo.utils import counters
 
 from dtron.config import Parallel
 from dtron.errors import ConfigError
+from dtron.kernels.peer_gather import NONE
 from dtron.parallelisms.expert import bounded_all_to_all
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.bounded_all_to_all import (
-    NONE,
     BoundedAllToAll,
     by_expert,
-    rows_at_most,
+    chunk_size,
 )
 from tests.harness import run_ranks
 from tests.parallelisms.expert.test_symmetric_dispatch import (
+    DIM,
     INDUCTOR,
     LOADS,
     ROWS,
@@ -92,14 +93,52 @@ def test_rows_that_do_not_fit_are_nan_and_then_there_is_room() -> None:
         assert out[~fits].isnan().all()
         assert not out[fits].isnan().any()
         assert "had 24 tokens for one rank's experts of some.layer, 4.00 times an even" in said
-        assert said.endswith("it is 4.0 from now on")
+        assert said.endswith("continuing with parallel.ep_capacity = 4.0")
 
 
 def test_bounds() -> None:
-    assert rows_at_most(10**6, 8, 2.0) == 250_000
-    assert rows_at_most(10**6, 2, 3.0) == 10**6  # all there are
-    assert rows_at_most(4096, 16, 1.0) == bounded_all_to_all.LEAST
-    assert rows_at_most(100, 16, 1.0) == 100
+    assert chunk_size(10**6, 8, 2.0) == 250_000
+    assert chunk_size(10**6, 2, 3.0) == 10**6  # all there are
+    assert chunk_size(4096, 16, 1.0) == bounded_all_to_all.LEAST
+    assert chunk_size(100, 16, 1.0) == 100
+
+
+def raised() -> None:
+    """Also where an even load is a few rows, so that rounding it would change it much."""
+    for ep, n_rows, rows in ((256, 780, 700), (2, 4096, 2049), (7, 4096, 4000), (64, 600, 600)):
+        dispatcher = BoundedAllToAll(dist.group.WORLD, ep, 1, 1.0)  # type: ignore[arg-type]
+        if rows > chunk_size(n_rows, ep, 1.0):
+            dispatcher._raise_capacity([[("layer", rows, n_rows)]])
+        assert rows <= chunk_size(n_rows, ep, dispatcher.capacity)
+
+
+def test_rows_fit_after_the_capacity_was_raised() -> None:
+    run_ranks(1, raised)
+
+
+def without_rows() -> None:
+    dispatcher = BoundedAllToAll(dist.group.WORLD, 2, 1, 1.0)  # type: ignore[arg-type]
+    rows, offsets = torch.zeros(0, DIM, requires_grad=True), torch.zeros(4, dtype=torch.int32)
+    pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
+    out = dispatcher.finish(pending, lambda x, _: x)
+    assert torch.autograd.grad(out.sum(), rows)[0].shape == out.shape == (0, DIM)
+    assert not dispatcher.grow(torch.device("cpu"))
+
+
+def test_ranks_may_have_no_rows() -> None:
+    run_ranks(2, without_rows)
+
+
+def fewer_results() -> None:
+    dispatcher = BoundedAllToAll(dist.group.WORLD, 2, 1, 1.0)  # type: ignore[arg-type]
+    rows, offsets = drawn("random", dist.get_rank())
+    pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
+    with pytest.raises(ConfigError, match="return one row per input row, padding included"):
+        dispatcher.finish(pending, lambda x, ends: x[: int(ends[-1])])
+
+
+def test_experts_that_leave_rows_out_are_refused() -> None:
+    run_ranks(2, fewer_results)
 
 
 def in_float8() -> None:

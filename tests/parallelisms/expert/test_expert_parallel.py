@@ -159,7 +159,6 @@ def letters(seen: profile) -> str:
         (Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full"), COMPILED), 3),
         (Case("deepseek_v3", 2, Parallel(ep=2), float8=Float8(dispatch=True)), 3),
         (Case("mixtral", 2, Parallel(ep=2)), 0),
-        (Case("deepseek_v3", 2, Parallel(ep=2, **FIXED)), 3),
     ],
     ids=str,
 )
@@ -175,13 +174,17 @@ def test_shared_experts_are_computed_while_rows_travel(case: Case, products: int
         assert re.findall(THERE, backward) == there * again, backward
 
 
-def test_shared_experts_are_computed_while_rows_travel_in_one_graph() -> None:
-    """In the forward; no `g` tells products of experts from others in the graph."""
-    case = Case("deepseek_v3", 2, Parallel(ep=2, **FIXED), Recompute(mode="full"), COMPILED)
-    for found in run_ranks(2, order_of_pass, replace(case, override={"n_layers": 4}), seconds=120):
-        forward = found["forward"]
-        assert forward.count("iwi") > 1
-        assert re.findall("iwi(m*)w", forward) == ["mmm"] * forward.count("iwi"), forward
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_experts_are_computed_while_chunks_travel(compiled: bool) -> None:
+    """In the forward, where counts travel too, also in one graph; eager in the backward too."""
+    changes = {"recompute": Recompute(mode="full"), "compile": COMPILED} if compiled else {}
+    case = Case("deepseek_v3", 2, Parallel(ep=2, **FIXED), override={"n_layers": 4}, **changes)
+    for found in run_ranks(2, order_of_pass, case, seconds=120):
+        layers = found["forward"].count("ii")
+        assert layers > 1
+        assert re.findall("ii(m*)ww", found["forward"]) == ["mmm"] * layers, found
+        if not compiled:
+            assert re.findall(BACK, found["backward"]) == ["m" * 6] * layers, found
 
 
 def test_recomputation_waits_and_sends_again() -> None:

@@ -411,7 +411,7 @@ def test_lost_rows_are_nan_and_reported() -> None:
         assert out[~fits].isnan().all()
         assert "rank 2 was to receive 96 tokens for its experts of some.layer, 4.00 times" in said
         assert said.startswith("parallel.ep_capacity = 1.5: ")
-        assert said.endswith("it is 4.0 from now on")
+        assert said.endswith("continuing with parallel.ep_capacity = 4.0")
     for out, said in run_ranks(4, exceeded, 4.0):
         assert not out.isnan().any()
         assert not said
@@ -474,7 +474,7 @@ def test_room_that_is_always_there_is_no_capacity() -> None:
     """What is said to be enough is, though 1.5 x even loads had more room than that."""
     for _, said in run_ranks(4, exceeded, 1.5, 60):
         assert "rank 2 was to receive 96 tokens" in said
-        assert "it is 4.0 from now on" in said
+        assert "continuing with parallel.ep_capacity = 4.0" in said
 
 
 def test_bounds() -> None:
