@@ -1,14 +1,10 @@
 """Rows of experts by all-to-alls of a fixed size: any loads, rows that do not fit, whole graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.utils import counters
 
-from dtron.config import Parallel
 from dtron.errors import ConfigError
 from dtron.kernels.peer_gather import NONE
 from dtron.parallelisms.expert import bounded_all_to_all
@@ -21,17 +17,12 @@ from dtron.parallelisms.expert.bounded_all_to_all import (
 from tests.harness import run_ranks
 from tests.parallelisms.expert.test_symmetric_dispatch import (
     DIM,
-    INDUCTOR,
     LOADS,
     ROWS,
-    SHALLOW,
     drawn,
     layer_of,
     moved,
 )
-from tests.parallelisms.parity import EAGER, FULL, SELECTIVE, Case, outcome_of, parallel_run
-
-BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all", ep_capacity=1.5)
 
 
 def both_ways(etp: int) -> None:
@@ -129,18 +120,6 @@ def test_ranks_may_have_no_rows() -> None:
     run_ranks(2, without_rows)
 
 
-def fewer_results() -> None:
-    dispatcher = BoundedAllToAll(dist.group.WORLD, 2, 1, 1.0)  # type: ignore[arg-type]
-    rows, offsets = drawn("random", dist.get_rank())
-    pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
-    with pytest.raises(ConfigError, match="return one row per input row, padding included"):
-        dispatcher.finish(pending, lambda x, ends: x[: int(ends[-1])])
-
-
-def test_experts_that_leave_rows_out_are_refused() -> None:
-    run_ranks(2, fewer_results)
-
-
 def in_float8() -> None:
     with pytest.raises(ConfigError, match=r"float8.dispatch with .*bounded_all_to_all"):
         BoundedAllToAll(dist.group.WORLD, 2, 1, 2.0, float8=True)  # type: ignore[arg-type]
@@ -148,29 +127,3 @@ def in_float8() -> None:
 
 def test_float8_is_refused() -> None:
     run_ranks(2, in_float8)
-
-
-WHOLE = [
-    Case("mixtral", 2, BOUNDED, SELECTIVE, INDUCTOR, {"n_layers": 3}),
-    Case("mixtral", 2, BOUNDED, FULL, EAGER, {"n_layers": 3}),
-    Case("deepseek_v3", 2, BOUNDED, SELECTIVE, EAGER, SHALLOW),
-]
-
-
-def compiled_whole(case: Case) -> tuple[dict[str, Any], int, int]:
-    """On one rank: what a case gives, how many graphs there are and how many breaks."""
-    bounded_all_to_all.LEAST = 1
-    counters.clear()
-    run = parallel_run(case)
-    return run, counters["stats"]["unique_graphs"], len(counters["graph_break"])
-
-
-@pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_compiled_blocks_equal_one_process(case: Case) -> None:
-    """Losses, gradients and parameters; no graph breaks, and layers of a kind share theirs; one
-    more is the loss."""
-    ranks = run_ranks(case.world, compiled_whole, case, seconds=240)
-    assert not outcome_of(case, [run for run, *_ in ranks]).wrong(case)
-    assert [breaks for *_, breaks in ranks] == [0] * case.world
-    kinds = 1 if case.model == "mixtral" else 2
-    assert [graphs for _, graphs, _ in ranks] == [kinds + 1] * case.world

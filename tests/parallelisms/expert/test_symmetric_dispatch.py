@@ -21,7 +21,7 @@ from dtron.models import BACKENDS, MODELS, build_model, moe
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import Passes, apply_passes
 from dtron.parallelisms.compile import compile_blocks
-from dtron.parallelisms.expert import symmetric_dispatch
+from dtron.parallelisms.expert import bounded_all_to_all, symmetric_dispatch
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.bounded_all_to_all import BoundedAllToAll
 from dtron.parallelisms.expert.dispatcher import Dispatcher
@@ -485,16 +485,17 @@ def test_bounds() -> None:
     assert rows_at_most(1000, 16, 1, 1.0) == symmetric_dispatch.LEAST
 
 
-def fewer_results() -> None:
-    dispatcher = SymmetricMemory(dist.group.WORLD, 2, 1, 2.0)  # type: ignore[arg-type]
+def fewer_results(kind: Callable[..., Dispatcher]) -> None:
+    dispatcher = kind(dist.group.WORLD, 2, 1, 2.0)
     rows, offsets = drawn("random", dist.get_rank())
     pending = dispatcher.begin(rows, offsets, layer_of(dispatcher, "layer"))
     with pytest.raises(ConfigError, match="return one row per input row, padding included"):
         dispatcher.finish(pending, lambda x, ends: x[: int(ends[-1])])
 
 
-def test_experts_that_leave_rows_out_are_refused() -> None:
-    run_ranks(2, fewer_results)
+@pytest.mark.parametrize("kind", [SymmetricMemory, BoundedAllToAll])
+def test_experts_that_leave_rows_out_are_refused(kind: Callable[..., Dispatcher]) -> None:
+    run_ranks(2, fewer_results, kind)
 
 
 def on_hosts() -> None:
@@ -511,7 +512,7 @@ def test_ranks_of_several_hosts_are_refused() -> None:
 
 def bounded(case: Case) -> dict[str, Any]:
     """Its buffers hold what `ep_capacity` says, no more."""
-    symmetric_dispatch.LEAST = 1
+    symmetric_dispatch.LEAST = bounded_all_to_all.LEAST = 1
     return parallel_run(case)
 
 
@@ -551,11 +552,15 @@ def test_what_products_leave_open_is_read_by_nobody(model: str) -> None:
 
 
 BOUNDED = layout(2, ep_capacity=1.5)
+FIXED = Parallel(ep=2, dispatcher="bounded_all_to_all", ep_capacity=1.5)
 WHOLE = [
     Case("mixtral", 2, BOUNDED, SELECTIVE, INDUCTOR, {"n_layers": 3}),
     Case("mixtral", 2, BOUNDED, FULL, EAGER, {"n_layers": 3}),
     Case("deepseek_v3", 2, BOUNDED, SELECTIVE, EAGER, SHALLOW),
     Case("gpt_oss", 2, layout(2), SELECTIVE, EAGER),
+    Case("mixtral", 2, FIXED, SELECTIVE, INDUCTOR, {"n_layers": 3}),
+    Case("mixtral", 2, FIXED, FULL, EAGER, {"n_layers": 3}),
+    Case("deepseek_v3", 2, FIXED, SELECTIVE, EAGER, SHALLOW),
 ]
 
 
