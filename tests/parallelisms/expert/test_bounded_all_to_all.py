@@ -8,7 +8,6 @@ from torch import Tensor
 from dtron.errors import ConfigError
 from dtron.kernels.peer_gather import NONE
 from dtron.parallelisms.expert import bounded_all_to_all
-from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.bounded_all_to_all import (
     BoundedAllToAll,
     by_expert,
@@ -17,26 +16,10 @@ from dtron.parallelisms.expert.bounded_all_to_all import (
 from tests.harness import run_ranks
 from tests.parallelisms.expert.test_symmetric_dispatch import (
     DIM,
-    LOADS,
     ROWS,
     drawn,
     layer_of,
-    moved,
 )
-
-
-def both_ways(etp: int) -> None:
-    for loads in LOADS:
-        found, wanted = (moved(kind, loads, etp, 2) for kind in (BoundedAllToAll, AllToAll))
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13, msg=loads)
-        assert loads == "none" or all(tensor.any() for tensor in wanted[:4])
-
-
-@pytest.mark.parametrize(("world", "etp"), [(2, 1), (4, 1), (4, 2)])
-def test_equals_all_to_all(world: int, etp: int) -> None:
-    """Results and gradients of rows and of experts, with any loads."""
-    run_ranks(world, both_ways, etp)
 
 
 def test_rows_are_ordered_by_expert() -> None:

@@ -161,17 +161,18 @@ def moved(kind: Callable[..., Dispatcher], loads: str, etp: int, rounds: int) ->
     return [*(out.detach() for out in found[::2]), *gradients]
 
 
-def both_ways(etp: int) -> None:
+def both_ways(kind: Callable[..., Dispatcher], etp: int) -> None:
     for loads in LOADS:
-        found, wanted = (moved(kind, loads, etp, 2) for kind in (SymmetricMemory, AllToAll))
+        found, wanted = (moved(each, loads, etp, 2) for each in (kind, AllToAll))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13, msg=loads)
         assert loads == "none" or all(tensor.any() for tensor in wanted[:4])
 
 
+@pytest.mark.parametrize("kind", [SymmetricMemory, BoundedAllToAll])
 @pytest.mark.parametrize(("world", "etp"), [(2, 1), (4, 1), (4, 2)])
-def test_equals_all_to_all(world: int, etp: int) -> None:
-    run_ranks(world, both_ways, etp)
+def test_equals_all_to_all(kind: Callable[..., Dispatcher], world: int, etp: int) -> None:
+    run_ranks(world, both_ways, kind, etp)
 
 
 def with_late_rank(late: int) -> None:
