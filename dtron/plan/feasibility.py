@@ -161,7 +161,7 @@ def _inside_hosts(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield (size of the change, keys and values) for changes that keep memory accesses in a host.
 
-    These changes are all-to-all dispatch, no copy engines, or more replicas with fewer shards.
+    These changes are dispatch by all-to-alls, no copy engines, or more replicas with fewer shards.
     """
     if any(reason.startswith("parallel.dispatcher") for reason in found):
         yield 1.0, {"dispatcher": "all_to_all"}

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.parallelisms.offload import SMALLEST
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.lowering import add_reductions
@@ -590,7 +591,7 @@ def _makes_all(run: Resolved, layer: int) -> bool:
     if recompute.mode != "full" or recompute.modules or not run.recomputes(layer):
         return False
     separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
-    cut = separate and not parallel.bounded
+    cut = separate and not in_graphs(parallel.dispatcher)
     return run.config.compile.enable and not cut
 
 

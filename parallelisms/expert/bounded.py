@@ -87,21 +87,13 @@ class LayerTensors(NamedTuple):
 class Bounded(Dispatcher):
     """A dispatcher with buffers of a fixed number of rows.
 
-    A layer's `begin` records n * RADIX + M if n of a rank's M rows did not fit, or UNEVEN. M must
-    be the same on all ranks.
+    If n rows exceed the capacity, a layer's `begin` records n * RADIX + M, where M is the number of
+    rows of each rank, or UNEVEN if ranks differ in M.
     """
 
     in_graphs = True
     dropped_rows: str
     """Part of the message: the rows that did not fit, with {rank} and {rows}."""
-
-    def even_load(self, n_rows: int) -> float:
-        """Return the number of rows with even loads, of which the capacity is a multiple.
-
-        Args:
-            n_rows: M.
-        """
-        raise NotImplementedError
 
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None:
         self.group, self.ep, self.etp, self.capacity = group, ep, etp, capacity
@@ -112,6 +104,14 @@ class Bounded(Dispatcher):
         number = self.record.layers.setdefault(fqn, len(self.record.layers))
         numbers = ([number], [self.group.rank()], list(range(self.group.size())))
         return LayerTensors(*(torch.tensor(each, device=device) for each in numbers))
+
+    def even_load(self, n_rows: int) -> float:
+        """Return the number of rows with even loads, of which the capacity is a multiple.
+
+        Args:
+            n_rows: M.
+        """
+        raise NotImplementedError
 
     def computed(self, compute: Compute, rows: Tensor, offsets: Tensor) -> Tensor:
         """Return the experts' results. Raises ConfigError: their shape is not that of the rows."""

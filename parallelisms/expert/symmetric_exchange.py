@@ -65,8 +65,8 @@ class Mailbox:
         name: operators find the mailbox by its name, which is equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, record: Record | None = None) -> None:
-        self.group, self.record = group, record or Record()
+    def __init__(self, group: dist.ProcessGroup, record: Record) -> None:
+        self.group, self.record = group, record
         self.name = f"{group.group_name}.{next(_NUMBERS)}"
         _MAILBOXES[self.name] = self
         self._memory = GrowingMemory(group)

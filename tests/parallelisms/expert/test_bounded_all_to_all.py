@@ -1,4 +1,7 @@
-"""Rows of experts by all-to-alls of a fixed size: any loads, rows that do not fit, whole graphs."""
+"""Chunks of a fixed size: order of rows, rows that do not fit, no rows.
+
+test_symmetric_dispatch.py compares both bounded dispatchers with all-to-all.
+"""
 
 import pytest
 import torch
@@ -8,18 +11,9 @@ from torch import Tensor
 from dtron.errors import ConfigError
 from dtron.kernels.peer_gather import NONE
 from dtron.parallelisms.expert import bounded_all_to_all
-from dtron.parallelisms.expert.bounded_all_to_all import (
-    BoundedAllToAll,
-    by_expert,
-    chunk_size,
-)
+from dtron.parallelisms.expert.bounded_all_to_all import BoundedAllToAll, by_expert, chunk_size
 from tests.harness import run_ranks
-from tests.parallelisms.expert.test_symmetric_dispatch import (
-    DIM,
-    ROWS,
-    drawn,
-    layer_of,
-)
+from tests.parallelisms.expert.test_symmetric_dispatch import DIM, ROWS, drawn, layer_of
 
 
 def test_rows_are_ordered_by_expert() -> None:
