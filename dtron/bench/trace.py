@@ -39,7 +39,7 @@ CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
         (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
-        (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"),
+        (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel|^pulled_"),
         (COMMUNICATION, r"memcpy (HtoD|DtoH)"),  # copies to or from the host, such as offload's
         ("attention", r"flash|fmha|attention|sdpa"),
         ("attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),

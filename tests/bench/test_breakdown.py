@@ -42,6 +42,8 @@ NAMES = {
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": COMMUNICATION,
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": COMMUNICATION,
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int)": COMMUNICATION,
+    "pulled_kernel": COMMUNICATION,
+    "pulled_packed_kernel": COMMUNICATION,
     "wait_signal_kernel(unsigned int**, int, int, int, int, unsigned long)": COMMUNICATION,
     "Memcpy PtoP (Device -> Device)": COMMUNICATION,
     "Memcpy HtoD (Pinned -> Device)": "communication",
