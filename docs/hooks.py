@@ -16,6 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pydantic import BaseModel
 
 from dtron.config import RunConfig, is_automatic
 
@@ -34,7 +35,7 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 INTRODUCTION = """# Configuration
 
 One TOML file is one run; `section.key=value` on the command line replaces a key. This page is
-generated from `dtron/config/schema.py`; `python train.py --help` prints the same.
+generated from `dtron/config/schema.py` and `data_section.py`; `python train.py --help` prints it.
 """
 
 
@@ -88,7 +89,21 @@ def configuration() -> str:
             facts += ' or `"auto"`; default `"auto"`' if auto else f"; default `{default}`"
             doc = " ".join((field.description or "").split())
             parts.append(f"### {name}.{key} {{#{name}.{key}}}\n\n{facts}\n\n{doc}\n")
+            parts += keys_of_tables(field.annotation)
     return "\n".join(parts)
+
+
+def keys_of_tables(kind: Any) -> list[str]:
+    """A list of the keys of each table, of a key whose value is a list of tables; else nothing."""
+    table = next(iter(get_args(kind)), None)
+    if not (isinstance(table, type) and issubclass(table, BaseModel)):
+        return []
+    rows = []
+    for key, field in table.model_fields.items():
+        given = "required" if field.is_required() else f"default `{json.dumps(field.default)}`"
+        doc = " ".join((field.description or "").split())
+        rows.append(f"- `{key}`: {type_name(field.annotation)}; {given}. {doc}")
+    return ["\n".join(rows) + "\n"]
 
 
 def type_name(kind: Any) -> str:
@@ -99,6 +114,8 @@ def type_name(kind: Any) -> str:
         return names[kind]
     if origin is dict:
         return "table"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "tables"
     if origin in (list, tuple):
         return f"list of {type_name(arguments[0])}"
     if origin is Annotated:

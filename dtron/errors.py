@@ -240,7 +240,8 @@ def config_error(
 
 def _key_parts(failure: Any) -> list[str]:
     """Return the parts of a failure's key, without the names of types that pydantic has tried."""
-    return [str(part) for part in failure["loc"] if part != "str" and "[" not in str(part)]
+    types = ("str", "constrained-float")
+    return [str(part) for part in failure["loc"] if part not in types and "[" not in str(part)]
 
 
 def _key_error(
@@ -258,6 +259,8 @@ def _key_error(
     if first["type"] == "missing":
         return f"{key} is required and has no default; set it"
     shown = shorten(repr(first["input"]))
+    if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], dict):
+        return f"{key} = {shown} is not a list; write [[{key}]]"
     if first["type"] in ("tuple_type", "list_type"):
         fix = f"{key}='{json.dumps([first['input']], default=str)}'"
         return f"{key} = {shown} is not a list; write {fix}"

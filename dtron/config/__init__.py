@@ -1,6 +1,7 @@
-"""Settings of a run: sections and keys (schema.py), rules across several keys
+"""Settings of a run: sections and keys (schema.py, data_section.py), rules across several keys
 (setting_rules.py), files and overrides (run_config.py)."""
 
+from dtron.config.data_section import Data, MixtureSource, ValidationSet
 from dtron.config.run_config import (
     RunConfig,
     choices,
@@ -15,7 +16,6 @@ from dtron.config.schema import (
     Checkpoint,
     Compile,
     CpMethod,
-    Data,
     Debug,
     Degree,
     ExpertDegree,
@@ -44,6 +44,7 @@ __all__ = [
     "Faults",
     "Float8",
     "Metrics",
+    "MixtureSource",
     "Model",
     "Optim",
     "Parallel",
@@ -53,6 +54,7 @@ __all__ = [
     "Schedule",
     "Section",
     "Train",
+    "ValidationSet",
     "choices",
     "fields",
     "is_automatic",

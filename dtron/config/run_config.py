@@ -1,7 +1,7 @@
 """RunConfig, the settings of one run: read from TOML and `section.key=value`, written as TOML.
 
-The sections and their keys are in `dtron/config/schema.py`; rules across several keys are in
-`dtron/config/setting_rules.py` and `dtron/setup/rules.py`.
+The sections and their keys are in `dtron/config/schema.py` and `data_section.py`; rules across
+several keys are in `dtron/config/setting_rules.py` and `dtron/setup/rules.py`.
 """
 
 import copy
@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from dtron.config.data_section import Data
 from dtron.config.schema import (
     DEGREES,
     Checkpoint,
     Compile,
-    Data,
     Debug,
     Degree,
     ExpertDegree,
@@ -410,6 +410,8 @@ def toml_value(value: Any) -> str:
     """Format a value as TOML."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, Section):
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False)  # JSON and TOML agree on strings, bools, numbers

@@ -315,7 +315,7 @@ class Train(Section):
     eval_interval: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between validations; 0: only after the last step."""
     eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
-    """Maximum number of held-out sequences per validation; 0: no validation."""
+    """Maximum number of sequences of each validation set; 0: no validation."""
     sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens of sample text to generate after the last step; 0: none."""
     sample_prompt: Text = "In the beginning"
@@ -323,71 +323,6 @@ class Train(Section):
     gc_interval: int = Field(default=200, ge=1, le=MAX_STEPS)
     """Steps between Python's garbage collections. All ranks collect at the same step, so that no
     rank waits for the collection of another rank."""
-
-
-class Data(Section):
-    """Training data: source, tokenizer, packing."""
-
-    source: Literal["files", "hf", "prepared"] = "files"
-    """`files`: JSONL, Parquet or text files, tokenized once and cached. `hf`: a Hugging Face data
-    set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written."""
-    paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
-    """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
-    with one document per line, .txt with one document per file, each also as .gz or .zst, and
-    .parquet. Folders of `source = "prepared"`. Both may be URLs, such as s3://bucket/folder."""
-    text_key: Text = "text"
-    """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
-    tokenizer: StatedPath = "byte"
-    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If the key is not set,
-    the tokenizer of `checkpoint.initial` is used, if it has one."""
-    eos_token: Text = ""
-    """Token that ends a document; empty: the first usual end token in the vocabulary, such as </s>.
-    """
-    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the documents that is held out for validation, chosen by a hash of their
-    tokens; at most about 2^18 documents. Copies of a held-out document are held out too."""
-    packing: Literal["cut", "best_fit", "pad"] = "cut"
-    """How documents become sequences. `cut`: documents are concatenated and cut every train.seq_len
-    tokens; no padding, but most documents are split. `best_fit`: whole documents share a sequence
-    (best-fit decreasing), padded. `pad`: one document per sequence, padded. With `best_fit` and
-    `pad`, only documents longer than a sequence are split, and labels never cross documents."""
-    mask_documents: bool = False
-    """Restrict attention to each document, and restart positions at its first token."""
-    max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
-    """Maximum size of a document or line of a file, in MB (10^6 bytes). A longer one is an error:
-    this limits host memory."""
-    cache_dir: LocalPath = "~/.cache/dtron"
-    """Folder of tokenized data, which later runs use again."""
-    fetch_ahead: int = Field(default=8, ge=0, le=1000)
-    """Number of steps that a background thread reads ahead, of prepared folders in an object store
-    and of a stream. 0: each step reads its own sequences, while the GPU waits."""
-    store_seconds: int = Field(default=300, ge=1, le=MAX_SECONDS)
-    """Prepared folders in an object store: seconds for which a request that fails is repeated,
-    before the run ends with an error."""
-    hf_path: StatedPath = ""
-    """Name or local path of the Hugging Face data set."""
-    hf_name: Text = ""
-    """Configuration of the Hugging Face data set, if it has several."""
-    hf_split: Text = "train"
-    """Split of the Hugging Face data set."""
-    hf_streaming: bool = False
-    """Read the Hugging Face data set as a stream instead of tokenizing it before the start. Then
-    documents are not shuffled, and the first documents are held out for validation."""
-
-    substreams: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Number of parts, by files, into which a stream is divided; sequence k of the run is from part
-    k mod n. Each data-parallel rank tokenizes the parts of its own sequences only. Parts repeat by
-    themselves, so their files should hold about as many tokens."""
-
-    @property
-    def in_store(self) -> bool:
-        """Whether training reads its tokens from an object store."""
-        return self.source == "prepared" and any("://" in path for path in self.paths)
-
-    @property
-    def steps_ahead(self) -> int:
-        """Number of steps that the loader reads ahead: `fetch_ahead`; 0 if that has no effect."""
-        return self.fetch_ahead if self.hf_streaming or self.in_store else 0
 
 
 class Optim(Section):

@@ -2,7 +2,7 @@
 
 These rules need a config, or a config and a number of ranks, and do not import torch. Rules that
 need the model, its float8 layers or the machine are in `dtron/setup/rules.py`. Bounds of a single
-key are in `dtron/config/schema.py`.
+key are in `dtron/config/schema.py` and `data_section.py`.
 
 A rule may need a value that cannot be computed because of another error, such as the number of
 micro-batches if the degrees do not multiply to the world size. The rule then reports that error,
@@ -77,6 +77,27 @@ def idle_keys(config: "RunConfig") -> Iterator[tuple[str, Any, str]]:
                 yield key, value, rule.needs
 
 
+def _repeated_names(config: "RunConfig") -> str:
+    """Return the first name that two sources of data have; empty: none."""
+    names = [each.name for each in (*config.data.mixture, *config.data.validation)]
+    return next((name for name in names if names.count(name) > 1), "")
+
+
+def _wrong_weights(config: "RunConfig") -> str:
+    """Return what is wrong with the weights of `data.mixture`; empty: nothing."""
+    stages = len(config.data.mixture_steps) + 1
+    for each in config.data.mixture:
+        if isinstance(each.weight, tuple) and len(each.weight) != stages:
+            return (
+                f"data.mixture: {each.name} has {len(each.weight)} weights; give a number, or a "
+                f"list of {stages}, one more than data.mixture_steps has"
+            )
+    for stage in range(stages if config.data.mixture else 0):
+        if not any(each.weight_in(stage) for each in config.data.mixture):
+            return f"data.mixture: all weights of stage {stage + 1} are 0; make one larger"
+    return ""
+
+
 _FLOAT8 = " ".join(
     f"float8.{key}" for key in Float8.model_fields if key not in ("recipe", "dispatch")
 )
@@ -133,6 +154,8 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "hf",
         needs='data.source = "files" or "prepared"',
     ),
+    Rule("data.paths", lambda c: not c.data.mixture, needs="an empty data.mixture"),
+    Rule("data.mixture_steps", needs="data.mixture"),
     Rule(
         "data.text_key",
         lambda c: c.data.source != "prepared",
@@ -151,7 +174,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs='data.source = "prepared" with a URL',
     ),
     Rule("train.eval_interval", needs="train.eval_sequences"),
-    Rule("train.eval_interval", needs="data.validation_fraction: nothing is held out"),
+    Rule(
+        "train.eval_interval",
+        lambda c: c.data.validation_fraction or c.data.validation,
+        needs="data.validation_fraction: nothing is held out",
+    ),
     Rule("train.sample_prompt", needs="train.sample_tokens"),
     Rule("faults.spike_window faults.spike_deviations", needs="faults.on_spike"),
     Rule("faults.rollback_steps faults.max_rollbacks", needs='faults.on_spike = "rollback"'),
@@ -265,6 +292,30 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "= {c.parallel.timeout_seconds}, at which collectives of other ranks end the run",
     ),
     Rule("data.source", lambda c: c.data.source != "hf" or c.data.hf_path, needs="data.hf_path"),
+    Rule(
+        "data.source data.mixture data.validation",
+        lambda c: c.data.source != "hf" or not (c.data.mixture or c.data.validation),
+        'data.source = "hf": data.mixture and data.validation read files or prepared folders; use '
+        'data.source = "files" or "prepared"',
+    ),
+    Rule(
+        "data.mixture data.validation",
+        lambda c: not _repeated_names(c),
+        lambda c: (
+            f"data.mixture and data.validation: {_repeated_names(c)} is named twice; give "
+            "each source and each set a name of its own"
+        ),
+    ),
+    Rule(
+        "data.mixture_steps",
+        lambda c: list(c.data.mixture_steps) == sorted(set(c.data.mixture_steps)),
+        "data.mixture_steps = {c.data.mixture_steps} does not ascend",
+    ),
+    Rule(
+        "data.mixture data.mixture_steps",
+        lambda c: not _wrong_weights(c),
+        lambda c: _wrong_weights(c),
+    ),
     Rule(
         "data.source data.paths",
         lambda c: c.data.source == "hf" or c.data.paths,

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from dtron.data.document_index import DocumentIndex, Documents
+from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.packing import (
     IGNORE,
     Packed,

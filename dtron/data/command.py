@@ -14,7 +14,8 @@ from dtron.data.corpus.prepare import prepare_folder
 from dtron.data.corpus.tokenize import cores
 from dtron.data.inspection import Piece, as_page, as_text, pieces_of, statistics
 from dtron.data.loader import sequences_of_step
-from dtron.data.sources import CORPORA, is_stream, open_corpus_and_index, open_data, prepare
+from dtron.data.mixture import Mixture
+from dtron.data.sources import CORPORA, is_stream, open_all, open_corpus_and_index, prepare
 from dtron.data.tokenizer import load_tokenizer
 from dtron.errors import ArgumentParser, ConfigError, DataError, check_words, nearest
 from dtron.io.filesystem import location, read, write_atomically
@@ -113,8 +114,10 @@ def _stats(config: RunConfig, options: argparse.Namespace) -> None:
     if is_stream(data):
         raise ConfigError("data.hf_streaming = true: a stream is not counted; set it to false")
     prepare(data)
-    corpus, index = open_corpus_and_index(data)
-    print(statistics(corpus, index, load_tokenizer(data), config.train.seq_len))
+    for name, part in (data.parts | data.validation_parts).items():
+        corpus, index = open_corpus_and_index(part)
+        print(f"{name}:\n" if name else "", end="")
+        print(statistics(corpus, index, load_tokenizer(part), config.train.seq_len))
 
 
 def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
@@ -135,6 +138,11 @@ def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
         prepare(data, config.train.seq_len)
         print(f"the cache in {cache_folder(data.cache_dir)} is complete")
         return
+    if data.mixture or data.validation:
+        raise ConfigError(
+            "--out writes one corpus, but data.mixture or data.validation has several; prepare "
+            "each by its --paths, then set data.source=prepared and their folders as paths"
+        )
     if options.on_option and options.on == "local":
         raise ConfigError("--on-option has no effect with --on local; leave it out")
     corpus, tokenizer = CORPORA[data.source](data), load_tokenizer(data)
@@ -168,10 +176,20 @@ def _show(config: RunConfig, options: argparse.Namespace) -> None:
         )
     data, tokenizer = config.data, load_tokenizer(config.data)
     prepare(data, config.train.seq_len)
-    source, _ = open_data(data, seq_len=config.train.seq_len, seed=config.train.seed)
-    corpus = None if is_stream(data) else open_corpus_and_index(data)[0]
+    source, _ = open_all(
+        data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        first_of_step=lambda step: step * config.train.global_batch,
+    )
+    corpora = {
+        name: None if is_stream(data) else open_corpus_and_index(part)[0]
+        for name, part in data.parts.items()
+    }
     ranks = range(options.dp_size) if options.dp_rank is None else [options.dp_rank]
     first = (options.step - 1) * config.train.global_batch
+    if isinstance(source, Mixture):
+        source.seek(first, source.state(first))  # ranks go back to this sequence
     shown: list[tuple[str, list[Piece]]] = []
     for rank in ranks:
         rows = sequences_of_step(
@@ -183,7 +201,12 @@ def _show(config: RunConfig, options: argparse.Namespace) -> None:
                     f"sequence {number:,}: step {options.step}, data-parallel rank {rank} of "
                     f"{options.dp_size}, micro-batch {batch}, row {row}"
                 )
-                shown.append((heading, list(pieces_of(source.sequence(number), corpus))))
+                name, place, own = "", number, source
+                if isinstance(source, Mixture):
+                    name, place = source.place(number)
+                    own = source.sources[name].sequences
+                    heading += f", sequence {place:,} of {name}"
+                shown.append((heading, list(pieces_of(own.sequence(place), corpora[name]))))
     if options.page is not None:
         title = f"Step {options.step}"
         try:

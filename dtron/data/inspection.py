@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtron.data.best_fit_packing import PACKERS, PackingPlan
+from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.corpus.prepare import percentiles
 from dtron.data.corpus.token_corpus import TokenCorpus
-from dtron.data.document_index import DocumentIndex, Documents
 from dtron.data.packing import IGNORE, ConcatenatedDocuments, Packed
 from dtron.data.tokenizer import Tokenizer
 

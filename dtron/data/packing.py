@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.corpus.token_corpus import TokenShards
-from dtron.data.document_index import DocumentIndex, Documents
 from dtron.data.shuffle import shuffle, shuffled
 from dtron.errors import DataError
 
@@ -285,6 +285,11 @@ class Shuffled(TrainingSource):
         self._plan, self._seed = plan, seed
         self._epoch = 0
         self._order = plan.order(seed, 0)
+
+    @property
+    def epoch_length(self) -> int:
+        """Number of sequences of an epoch."""
+        return len(self._plan)
 
     def sequence(self, k: int) -> Packed:
         """Return sequence k of the run, k = 0, 1, 2, ..."""

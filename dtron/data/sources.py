@@ -33,13 +33,14 @@ from dtron.data.corpus.cache import (
     open_or_build_index,
     remove_stale,
 )
+from dtron.data.corpus.document_index import DocumentIndex, Documents, documents_of, open_index
 from dtron.data.corpus.documents import Corpus, files_corpus
 from dtron.data.corpus.files import absolute, is_url
 from dtron.data.corpus.hf import HfStream, hf_corpus, stream_name
 from dtron.data.corpus.shards import META
 from dtron.data.corpus.token_corpus import TokenCorpus, joined, open_corpus, tokenizer_of
 from dtron.data.corpus.tokenize import cores
-from dtron.data.document_index import DocumentIndex, Documents, documents_of, open_index
+from dtron.data.mixture import MixedSource, Mixture
 from dtron.data.packing import (
     CutDocuments,
     OrderedDocuments,
@@ -61,6 +62,8 @@ from dtron.io.filesystem import Location, is_file, location
 from dtron.io.remote_path import UnreachableError
 
 POLL_SECONDS = 0.2
+CONTENT = "content"
+"""Key of `identity_of`: the hash of all training tokens."""
 ORDER = "order"
 """Key of `identity_of`: the rule by which documents are held out and ordered."""
 BY_GROUPS = "groups-1"
@@ -73,10 +76,10 @@ Sources = tuple[TrainingSource, ValidationSource | None]
 logger = logging.getLogger("dtron")
 
 
-def prepare(data: Data, seq_len: int | None = None) -> TokenCorpus | None:
-    """Return the tokenized corpus of a data section, with its index; None for a stream.
+def prepare(data: Data, seq_len: int | None = None) -> None:
+    """Tokenize all corpora of a data section and build their indices, by all cores.
 
-    Both are built if they do not exist, by all cores.
+    What exists is not built again. Streams need neither.
 
     Args:
         seq_len: T; count the sequences of T tokens too, where `data.packing` needs that.
@@ -85,15 +88,20 @@ def prepare(data: Data, seq_len: int | None = None) -> TokenCorpus | None:
         ConfigError: the tokenizer lacks an end-of-document token, or an extra is not installed.
     """
     if is_stream(data):
-        return None
+        return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
     remove_stale(folder)
-    with heartbeat(_heartbeat_path(data, tokenizer, folder)):
-        corpus = _open_corpus(data, tokenizer, folder)
-        index = open_or_build_index(corpus, data.validation_fraction, folder)
-        if seq_len is not None and data.packing != "cut":
-            count_sequences(index, seq_len, data.packing)
-    return corpus
+    for part in _corpora_of(data):
+        with heartbeat(_heartbeat_path(part, tokenizer, folder)):
+            corpus = _open_corpus(part, tokenizer, folder)
+            index = open_or_build_index(corpus, part.validation_fraction, folder)
+            if seq_len is not None and part.packing != "cut":
+                count_sequences(index, seq_len, part.packing)
+
+
+def _corpora_of(data: Data) -> list[Data]:
+    """Return the sections of all corpora, for training and for validation."""
+    return [*data.parts.values(), *data.validation_parts.values()]
 
 
 def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
@@ -105,6 +113,13 @@ def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
     if is_stream(data):
         return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
+    for part in _corpora_of(data):
+        _wait_for_corpus(part, seq_len, silent_seconds, tokenizer, folder)
+
+
+def _wait_for_corpus(
+    data: Data, seq_len: int, silent_seconds: float, tokenizer: Tokenizer, folder: Path
+) -> None:
     path, find = _heartbeat_path(data, tokenizer, folder), _finder(data, tokenizer, folder)
     known, since = last_heartbeat(path), time.monotonic()
     while not _is_prepared(find(), data, seq_len, folder):
@@ -119,11 +134,48 @@ def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def open_all(
+    data: Data, *, seq_len: int, seed: int, first_of_step: Callable[[int], int]
+) -> tuple[TrainingSource, dict[str, ValidationSource]]:
+    """Open the training sequences of a data section, and all its validation sets by name.
+
+    Held-out documents have the name of their source, which is "" without a mixture. Sets without
+    documents are left out.
+
+    Args:
+        data: the section.
+        seq_len: T, tokens per sequence.
+        seed: seed of the order of training documents.
+        first_of_step: returns the first sequence of a step, counted from 0.
+    Raises:
+        DataError: as `prepare`; or the training split of a source does not fill one sequence.
+    """
+    opened = {
+        name: open_data(part, seq_len=seq_len, seed=seed) for name, part in data.parts.items()
+    }
+    sets = {name: held_out for name, (_, held_out) in opened.items() if held_out is not None}
+    for name, part in data.validation_parts.items():
+        corpus, index = open_corpus_and_index(part)
+        settings = _settings(part, seq_len, load_tokenizer(part))
+        if found := _validation(part, corpus.tokens, index.group(0), settings):
+            sets[name] = found
+    if not data.mixture:
+        return opened[""][0], sets
+    sources = []
+    for each in data.mixture:
+        sequences, _ = opened[each.name]
+        assert isinstance(sequences, Shuffled), "streams are not mixed"
+        weights = tuple(each.weight_in(stage) for stage in range(len(data.mixture_steps) + 1))
+        most = round(each.epochs * sequences.epoch_length) if each.epochs else None
+        sources.append(MixedSource(each.name, sequences, sequences.epoch_length, weights, most))
+    return Mixture(sources, list(map(first_of_step, data.mixture_steps))), sets
+
+
 def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     """Open the training and the held-out sequences; the latter are None if nothing is held out.
 
     Args:
-        data: the section.
+        data: the section, without a mixture.
         seq_len: T, tokens per sequence.
         seed: seed of the order of training documents; a stream keeps its order.
     Raises:
@@ -175,22 +227,34 @@ def _validation(
 def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what identifies the training tokens: hashes of their content and of the tokenizer.
 
-    File names do not count. A stream, whose content is not known in advance, has its name instead.
+    File names do not count. A stream, whose content is not known in advance, has its name instead;
+    with a mixture, each source has its own hash, `content:NAME`. Sets of `data.validation` have
+    theirs as `validation:NAME`.
 
     Args:
         data: the section; `prepare` has been called.
         tokenizer: the tokenizer of the section.
     """
     if is_stream(data):
-        return {"content": stream_name(data), "tokenizer": tokenizer.fingerprint}
+        return {CONTENT: stream_name(data), "tokenizer": tokenizer.fingerprint}
+    contents = {
+        f"{CONTENT}:{name}" if name else CONTENT: _content_of(part, tokenizer)
+        for name, part in data.parts.items()
+    } | {
+        f"validation:{name}": _content_of(part, tokenizer)
+        for name, part in data.validation_parts.items()
+    }
+    return {**contents, "tokenizer": tokenizer.fingerprint, ORDER: BY_GROUPS}
+
+
+def _content_of(data: Data, tokenizer: Tokenizer) -> str:
     corpus = _finder(data, tokenizer, cache_folder(data.cache_dir))()
     if corpus is None:
         raise DataError(
             f"data.cache_dir = {data.cache_dir!r}: its files were changed during the start; "
             "start again"
         )
-    content, fingerprint = corpus.content, tokenizer.fingerprint
-    return {"content": content, "tokenizer": fingerprint, ORDER: BY_GROUPS}
+    return corpus.content
 
 
 def _open_corpus(data: Data, tokenizer: Tokenizer, folder: Path) -> TokenCorpus:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dtron.data.best_fit_packing import FixedPieces, PackingPlan
-from dtron.data.document_index import documents_of
+from dtron.data.corpus.document_index import documents_of
 from dtron.data.packing import Packed, State, TrainingSource, Waste, pack, refuse_too_short
 from dtron.data.tokenizer import Tokenizer, encode_documents
 from dtron.errors import DataError

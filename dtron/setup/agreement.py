@@ -42,7 +42,10 @@ def common_to_ranks(
     found |= {f"model.override.{key}": v for key, v in model.model_dump(mode="json").items()}
     found |= {f"the version of {name}": _installed(name) for name in _PACKAGES}
     found |= {"the version of CUDA": torch.version.cuda, "dtron's source code": _source()}
-    return found | {"the training data": data["content"], "the tokenizer": data["tokenizer"]}
+    for key in ("data.mixture", "data.validation"):
+        found[key] = [{k: v for k, v in each.items() if k != "paths"} for each in found[key]]
+    names = {"content": "the training data", "tokenizer": "the tokenizer"}
+    return found | {names.get(key, f"the data of {key}"): value for key, value in data.items()}
 
 
 def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> None:

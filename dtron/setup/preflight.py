@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.initial_weights import (
     InitialWeights,
     check_same_model,
@@ -24,7 +25,7 @@ from dtron.data import (
     ValidationSource,
     identity_of,
     load_tokenizer,
-    open_data,
+    open_all,
     prepare,
     wait_for,
 )
@@ -82,7 +83,8 @@ class DataSetup:
 
     tokenizer: Tokenizer
     train: TrainingSource
-    validation: ValidationSource | None
+    validation: dict[str, ValidationSource]
+    """Validation sets by name; "": documents that are held out of the only source."""
     identity: dict[str, str]
     """Hashes of the training data and the tokenizer."""
 
@@ -118,7 +120,7 @@ def preflight(
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
         resume = replace(resume, initial=_open_initial(config, model.config, tokenizer))
-    data = _open_data(config, tokenizer, place)
+    data = _open_data(config, tokenizer, place, resume.metadata)
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
@@ -153,8 +155,14 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
     return initial
 
 
-def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
-    """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
+def _open_data(
+    config: RunConfig, tokenizer: Tokenizer, place: Place, resumed: CheckpointMetadata | None
+) -> DataSetup:
+    """Open the data: the first rank of a host prepares the data, the others wait for the cache.
+
+    Args:
+        resumed: metadata of the checkpoint that the run resumes from.
+    """
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
         prepare(config.data, config.train.seq_len)
@@ -162,7 +170,14 @@ def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSet
         wait_for(
             config.data, config.train.seq_len, max(STALE_SECONDS, config.parallel.timeout_seconds)
         )
-    train, validation = open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
+    step = resumed.step if resumed else 0
+    sequence = int(resumed.data.get("sequence", 0)) if resumed else 0
+    train, validation = open_all(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        first_of_step=lambda s: sequence + (s - step) * config.train.global_batch,
+    )
     return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
 from dtron.config import Float8, RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
-from dtron.data.sources import ORDER
+from dtron.data.sources import CONTENT, ORDER
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location
 from dtron.models.config import DecoderConfig
@@ -81,7 +81,8 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
     The optimizer state depends on `optim.name` and `optim.moments`; the position in the data on
     `data.*`, `train.seed` and `train.seq_len`; and later updates on `_UPDATES`.
     """
-    data = config.data.model_dump(mode="json", exclude={"cache_dir"})
+    by_name = {"mixture", "mixture_steps", "validation"}  # `Mixture.seek` compares them
+    data = config.data.model_dump(mode="json", exclude={"cache_dir", *by_name})
     values = config.model_dump(mode="json")
     return {
         **{key: values[key.split(".")[0]][key.split(".")[1]] for key in _UPDATES},
@@ -199,7 +200,10 @@ def check_data(
     """
     if config.checkpoint.allow_data_change:
         return
-    changed = [key for key in data if metadata.data.get(key, data[key]) != data[key]]
+    trained = {key: value for key, value in data.items() if not key.startswith("validation:")}
+    changed = [key for key in trained if metadata.data.get(key, trained[key]) != trained[key]]
+    if (CONTENT in data) != (CONTENT in metadata.data) and metadata.data:
+        changed.append(CONTENT)
     if ORDER in data and ORDER not in metadata.data and metadata.data:
         raise ConfigError(
             f"data.{'hf_path' if config.data.source == 'hf' else 'paths'}: {checkpoint} was "
@@ -212,6 +216,13 @@ def check_data(
         return
     if "tokenizer" in changed:
         key, what = "tokenizer", "another tokenizer"
+    elif config.data.mixture:
+        names = [key.partition(":")[2] for key in changed if key != CONTENT]
+        raise ConfigError(
+            f"data.mixture: {checkpoint} was trained with other data"
+            f"{' of ' + ', '.join(names) if names else ', without a mixture'}; give new data a new "
+            "name, or set checkpoint.allow_data_change=true to continue at the same position"
+        )
     else:
         key, what = ("hf_path" if config.data.source == "hf" else "paths"), "other data"
     raise ConfigError(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.config import RunConfig
-from dtron.data import Batch, Tokenizer, validation_batches
+from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.setup.preflight import DataSetup
 from dtron.training.batches import RankBatches
@@ -39,13 +39,23 @@ class Evaluation:
         self.config, self.model, self.batches, self.data = config, model, batches, data
         self.compiling = compiling
 
-    def loss(self) -> float | None:
-        """Return the mean validation loss; None: validation is off. Waits for the device."""
+    def losses(self) -> dict[str, float]:
+        """Return the mean loss of each validation set, as metrics; empty: validation is off.
+
+        The set "" is `validation_loss`, others are `validation_loss/NAME`. Without a set "",
+        `validation_loss` is the mean of these. Waits for the device.
+        """
+        sets = self.data.validation if self.config.train.eval_sequences else {}
+        losses = {name: self._loss(each) for name, each in sets.items()}
+        named = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
+        if not losses:
+            return {}
+        return {"validation_loss": losses.get("", sum(losses.values()) / len(losses)), **named}
+
+    def _loss(self, source: ValidationSource) -> float:
         train = self.config.train
-        if self.data.validation is None or not train.eval_sequences:
-            return None
         batches = validation_batches(
-            self.data.validation,
+            source,
             sequences=train.eval_sequences,
             micro_batch=train.micro_batch,
             dp_rank=self.model.mesh.rank(*BATCH_AXES),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import dtron
 from dtron.config import RunConfig
+from dtron.data.mixture import Mixture
 from dtron.models.flops import n_parameters
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.run.process import Place
@@ -128,3 +129,6 @@ class RunInfo:
             float8.announce(self.place.device, DTYPES[train.dtype])
         waste = self.data.train.waste() or "padding of a stream is not known in advance"
         log.info("packing %s: %s", self.config.data.packing, waste)
+        if isinstance(self.data.train, Mixture):
+            sequences = train.steps * train.global_batch
+            log.info("mixture: %s", self.data.train.summary(sequences))

@@ -443,8 +443,8 @@ class Trainer:
         """Write the metrics of this step. Waits for the device."""
         result = self._repeat_dropped() or result
         row = self.step_log.row(self.step, self.tokens, result, lr)
-        if validates and (validation_loss := self.evaluation.loss()) is not None:
-            row["validation_loss"] = validation_loss
+        if validates and (losses := self.evaluation.losses()):
+            row |= losses
             self.throughput.restart()
             self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
         self.writer.row(row)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dtron.config import Data
-from dtron.data import Loader, document_index, open_data, packing, prepare, sources
-from dtron.data.corpus import token_corpus
+from dtron.data import Loader, open_data, packing, prepare, sources
+from dtron.data.corpus import document_index, token_corpus
 from dtron.data.corpus.documents import files_corpus
 from dtron.data.corpus.prepare import prepare_folder
 from dtron.data.tokenizer import ByteTokenizer

@@ -14,11 +14,11 @@ import pytest
 
 from dtron.config import Data
 from dtron.data import TrainingSource, open_data, prepare
+from dtron.data.corpus.document_index import DocumentIndex, build_index, open_index
 from dtron.data.corpus.documents import files_corpus
 from dtron.data.corpus.shards import write_corpus
 from dtron.data.corpus.token_corpus import open_corpus
 from dtron.data.corpus.tokenize import write_shards
-from dtron.data.document_index import DocumentIndex, build_index, open_index
 from dtron.data.packing import Shuffled
 from dtron.data.shuffle import hash64
 from dtron.data.tokenizer import ByteTokenizer
@@ -32,7 +32,7 @@ EOS = 256
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 groups for 100 documents, read in chunks of 7 documents."""
-    monkeypatch.setattr("dtron.data.document_index.GROUP_DOCUMENTS", 8)
+    monkeypatch.setattr("dtron.data.corpus.document_index.GROUP_DOCUMENTS", 8)
     monkeypatch.setattr("dtron.data.corpus.shards.CHUNK_DOCUMENTS", 7)
 
 

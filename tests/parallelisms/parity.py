@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recompute, RunConfig, Train
 from dtron.data import Batch, TrainingSource
 from dtron.data.best_fit_packing import PackedGroups, count_sequences
-from dtron.data.document_index import DocumentIndex, Documents, documents_of
+from dtron.data.corpus.document_index import DocumentIndex, Documents, documents_of
 from dtron.data.loader import stacked
 from dtron.data.packing import CutDocuments, Shuffled
 from dtron.float8 import RECIPES, convert

@@ -1,7 +1,7 @@
 """Token cache: a corpus is tokenized once, and its tokens are read from disk from then on.
 
     CACHE_DIR/KEY/               a tokenized corpus (dtron/data/corpus/shards.py), or the index of
-                                 one (dtron/data/document_index.py)
+                                 one (dtron/data/corpus/document_index.py)
     CACHE_DIR/IDENTITY.key       the KEY of a corpus whose files have these paths, sizes and times
 
 KEY is a hash of everything that the content depends on: of the files' content, whatever their
@@ -30,11 +30,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from dtron.data.corpus.document_index import DocumentIndex, build_index, index_key, open_index
 from dtron.data.corpus.documents import Corpus
 from dtron.data.corpus.shards import FORMAT, write_corpus
 from dtron.data.corpus.token_corpus import TokenCorpus, open_corpus
 from dtron.data.corpus.tokenize import write_shards
-from dtron.data.document_index import DocumentIndex, build_index, index_key, open_index
 from dtron.data.tokenizer import Tokenizer
 from dtron.errors import DataError
 from dtron.io.filesystem import open_own, write_atomically

@@ -22,6 +22,7 @@ from dtron.data import TokenCorpus, prepare, sources, wait_for
 from dtron.data.corpus import cache
 from dtron.data.corpus.cache import cache_folder, open_or_build
 from dtron.data.corpus.documents import Corpus, Part, Reading
+from dtron.data.sources import open_corpus_and_index
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.errors import DataError
 from tests.test_architecture import ROOT
@@ -30,9 +31,8 @@ MakeData = Callable[..., Data]
 
 
 def prepared(data: Data) -> TokenCorpus:
-    cache = prepare(data)
-    assert cache is not None
-    return cache
+    prepare(data)
+    return open_corpus_and_index(data)[0]
 
 
 def documents(corpus: TokenCorpus) -> list[list[int]]:

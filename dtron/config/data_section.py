@@ -1,0 +1,131 @@
+"""The section `data` of a config."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from dtron.config.schema import MAX_RANKS, MAX_SECONDS, LocalPath, Section, StatedPath, Text
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+"""Name of a source in metrics and checkpoints."""
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+SourcePaths = Annotated[tuple[StatedPath, ...], Field(strict=False, min_length=1)]
+
+
+class MixtureSource(Section):
+    """One corpus of `data.mixture`."""
+
+    name: Name
+    """Name of the source; a run that resumes finds its position in the source by it."""
+    paths: SourcePaths
+    """As `data.paths`."""
+    weight: Weight | Annotated[tuple[Weight, ...], Field(strict=False)] = 1.0
+    """Share of the sequences from this source, relative to the sum of all weights. A list has the
+    weight up to the first of `data.mixture_steps`, then up to the second, ..."""
+    epochs: float = Field(default=0.0, ge=0, le=1e6)
+    """How often the source may be repeated; then the others share its weight. 0: without limit."""
+
+    def weight_in(self, stage: int) -> float:
+        """Return the weight in a stage, counted from 0."""
+        return self.weight[stage] if isinstance(self.weight, tuple) else self.weight
+
+
+class ValidationSet(Section):
+    """One corpus of `data.validation`."""
+
+    name: Name
+    """Name of the set in the metrics."""
+    paths: SourcePaths
+    """As `data.paths`."""
+
+
+class Data(Section):
+    """Training data: source, tokenizer, packing."""
+
+    source: Literal["files", "hf", "prepared"] = "files"
+    """`files`: JSONL, Parquet or text files, tokenized once and cached. `hf`: a Hugging Face data
+    set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written."""
+    paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
+    """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
+    with one document per line, .txt with one document per file, each also as .gz or .zst, and
+    .parquet. Folders of `source = "prepared"`. Both may be URLs, such as s3://bucket/folder."""
+    text_key: Text = "text"
+    """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
+    tokenizer: StatedPath = "byte"
+    """`byte`, or the path of a Hugging Face tokenizer.json or of its folder. If the key is not set,
+    the tokenizer of `checkpoint.initial` is used, if it has one."""
+    eos_token: Text = ""
+    """Token that ends a document; empty: the first usual end token in the vocabulary, such as </s>.
+    """
+    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Fraction of the documents that is held out for validation, chosen by a hash of their
+    tokens; at most about 2^18 documents. Copies of a held-out document are held out too."""
+    packing: Literal["cut", "best_fit", "pad"] = "cut"
+    """How documents become sequences. `cut`: documents are concatenated and cut every train.seq_len
+    tokens; no padding, but most documents are split. `best_fit`: whole documents share a sequence
+    (best-fit decreasing), padded. `pad`: one document per sequence, padded. With `best_fit` and
+    `pad`, only documents longer than a sequence are split, and labels never cross documents."""
+    mask_documents: bool = False
+    """Restrict attention to each document, and restart positions at its first token."""
+    max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
+    """Maximum size of a document or line of a file, in MB (10^6 bytes). A longer one is an error:
+    this limits host memory."""
+    cache_dir: LocalPath = "~/.cache/dtron"
+    """Folder of tokenized data, which later runs use again."""
+    fetch_ahead: int = Field(default=8, ge=0, le=1000)
+    """Number of steps that a background thread reads ahead, of prepared folders in an object store
+    and of a stream. 0: each step reads its own sequences, while the GPU waits."""
+    store_seconds: int = Field(default=300, ge=1, le=MAX_SECONDS)
+    """Prepared folders in an object store: seconds for which a request that fails is repeated,
+    before the run ends with an error."""
+    hf_path: StatedPath = ""
+    """Name or local path of the Hugging Face data set."""
+    hf_name: Text = ""
+    """Configuration of the Hugging Face data set, if it has several."""
+    hf_split: Text = "train"
+    """Split of the Hugging Face data set."""
+    hf_streaming: bool = False
+    """Read the Hugging Face data set as a stream instead of tokenizing it before the start. Then
+    documents are not shuffled, and the first documents are held out for validation."""
+
+    substreams: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of parts, by files, into which a stream is divided; sequence k of the run is from part
+    k mod n. Each data-parallel rank tokenizes the parts of its own sequences only. Parts repeat by
+    themselves, so their files should hold about as many tokens."""
+
+    mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
+    """Several corpora in place of `paths`, mixed by weight, each as a table [[data.mixture]]."""
+    mixture_steps: tuple[PositiveInt, ...] = Field(default=(), strict=False)
+    """Steps at which the next weights of the mixture begin, counted from 0. With n steps, `weight`
+    is one number, or a list of n + 1."""
+    validation: tuple[ValidationSet, ...] = Field(default=(), strict=False)
+    """Corpora for validation only, each as a table [[data.validation]] with `name` and `paths`.
+    Their losses are logged as `validation_loss/NAME`; `validation_fraction` is independent."""
+
+    @property
+    def parts(self) -> dict[str, "Data"]:
+        """Sources of the mixture by name, as sections of their own; without a mixture, `self`, with
+        the name ""."""
+        return {each.name: self._of(each.paths) for each in self.mixture} or {"": self}
+
+    @property
+    def validation_parts(self) -> dict[str, "Data"]:
+        """Corpora of `validation` by name, as sections of their own that hold nothing out."""
+        return {each.name: self._of(each.paths, 0.0) for each in self.validation}
+
+    def _of(self, paths: tuple[str, ...], validation_fraction: float | None = None) -> "Data":
+        changed = {"paths": paths, "mixture": (), "mixture_steps": (), "validation": ()}
+        if validation_fraction is not None:
+            changed["validation_fraction"] = validation_fraction
+        return self.model_copy(update=changed)
+
+    @property
+    def in_store(self) -> bool:
+        """Whether training reads its tokens from an object store."""
+        paths = [path for part in self.parts.values() for path in part.paths]
+        return self.source == "prepared" and any("://" in path for path in paths)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Number of steps that the loader reads ahead: `fetch_ahead`; 0 if that has no effect."""
+        return self.fetch_ahead if self.hf_streaming or self.in_store else 0
