@@ -240,7 +240,7 @@ def config_error(
 
 def _key_parts(failure: Any) -> list[str]:
     """Return the parts of a failure's key, without the names of types that pydantic has tried."""
-    types = ("str", "constrained-float")
+    types = ("str", "float")
     return [str(part) for part in failure["loc"] if part not in types and "[" not in str(part)]
 
 
@@ -261,6 +261,9 @@ def _key_error(
     shown = shorten(repr(first["input"]))
     if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], dict):
         return f"{key} = {shown} is not a list; write [[{key}]]"
+    if first["type"] in ("tuple_type", "list_type") and any(p.isdigit() for p in key.split(".")):
+        fix = f"{key.rpartition('.')[2]} = {json.dumps([first['input']], default=str)}"
+        return f"{key} = {shown} is not a list; write {fix}"
     if first["type"] in ("tuple_type", "list_type"):
         fix = f"{key}='{json.dumps([first['input']], default=str)}'"
         return f"{key} = {shown} is not a list; write {fix}"

@@ -2,13 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from dtron.config.schema import MAX_RANKS, MAX_SECONDS, LocalPath, Section, StatedPath, Text
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """Name of a source in metrics and checkpoints."""
-Weight = Annotated[float, Field(ge=0, le=1e6)]
 SourcePaths = Annotated[tuple[StatedPath, ...], Field(strict=False, min_length=1)]
 
 
@@ -19,11 +18,20 @@ class MixtureSource(Section):
     """Name of the source; a run that resumes finds its position in the source by it."""
     paths: SourcePaths
     """As `data.paths`."""
-    weight: Weight | Annotated[tuple[Weight, ...], Field(strict=False)] = 1.0
+    weight: float | Annotated[tuple[float, ...], Field(strict=False)] = 1.0
     """Share of the sequences from this source, relative to the sum of all weights. A list has the
     weight up to the first of `data.mixture_steps`, then up to the second, ..."""
-    epochs: float = Field(default=0.0, ge=0, le=1e6)
-    """How often the source may be repeated; then the others share its weight. 0: without limit."""
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
+    """How often the source may be read; then the others share its weight. Left out: no limit."""
+
+    @field_validator("weight")
+    @classmethod
+    def _check_weight(cls, weight: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        if any(
+            not 0 <= each <= 1e6 for each in (weight if isinstance(weight, tuple) else [weight])
+        ):
+            raise ValueError("a weight is at least 0 and at most 1,000,000")
+        return weight
 
     def weight_in(self, stage: int) -> float:
         """Return the weight in a stage, counted from 0."""
@@ -96,11 +104,12 @@ class Data(Section):
     mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
     """Several corpora in place of `paths`, mixed by weight, each as a table [[data.mixture]]."""
     mixture_steps: tuple[PositiveInt, ...] = Field(default=(), strict=False)
-    """Steps at which the next weights of the mixture begin, counted from 0. With n steps, `weight`
+    """Numbers of steps after which the next weights of the mixture begin. With n of them, `weight`
     is one number, or a list of n + 1."""
     validation: tuple[ValidationSet, ...] = Field(default=(), strict=False)
     """Corpora for validation only, each as a table [[data.validation]] with `name` and `paths`.
-    Their losses are logged as `validation_loss/NAME`; `validation_fraction` is independent."""
+    Their losses are logged as `validation_loss/NAME`; `validation_fraction` is independent. With
+    `source = "files"` or `"prepared"`."""
 
     @property
     def parts(self) -> dict[str, "Data"]:
@@ -121,8 +130,9 @@ class Data(Section):
 
     @property
     def in_store(self) -> bool:
-        """Whether training reads its tokens from an object store."""
-        paths = [path for part in self.parts.values() for path in part.paths]
+        """Whether training or validation reads its tokens from an object store."""
+        parts = [*self.parts.values(), *self.validation_parts.values()]
+        paths = [path for part in parts for path in part.paths]
         return self.source == "prepared" and any("://" in path for path in paths)
 
     @property

@@ -411,7 +411,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Section):
-        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value) + "}"
+        given = [f"{k} = {toml_value(v)}" for k, v in value if v is not None]
+        return "{" + ", ".join(given) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False)  # JSON and TOML agree on strings, bools, numbers

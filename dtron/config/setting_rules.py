@@ -94,7 +94,8 @@ def _wrong_weights(config: "RunConfig") -> str:
             )
     for stage in range(stages if config.data.mixture else 0):
         if not any(each.weight_in(stage) for each in config.data.mixture):
-            return f"data.mixture: all weights of stage {stage + 1} are 0; make one larger"
+            begin = [0, *config.data.mixture_steps][stage]
+            return f"data.mixture: all weights after step {begin} are 0; make one larger"
     return ""
 
 
@@ -154,7 +155,6 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "hf",
         needs='data.source = "files" or "prepared"',
     ),
-    Rule("data.paths", lambda c: not c.data.mixture, needs="an empty data.mixture"),
     Rule("data.mixture_steps", needs="data.mixture"),
     Rule(
         "data.text_key",
@@ -297,6 +297,11 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "hf" or not (c.data.mixture or c.data.validation),
         'data.source = "hf": data.mixture and data.validation read files or prepared folders; use '
         'data.source = "files" or "prepared"',
+    ),
+    Rule(
+        "data.paths data.mixture",
+        lambda c: not c.data.mixture or not any(changed(c, "data.paths")),
+        "data.paths and data.mixture exclude each other; leave one of them out",
     ),
     Rule(
         "data.mixture data.validation",

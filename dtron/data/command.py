@@ -114,14 +114,18 @@ def _stats(config: RunConfig, options: argparse.Namespace) -> None:
     if is_stream(data):
         raise ConfigError("data.hf_streaming = true: a stream is not counted; set it to false")
     prepare(data)
+    shown = []
     for name, part in (data.parts | data.validation_parts).items():
         corpus, index = open_corpus_and_index(part)
-        print(f"{name}:\n" if name else "", end="")
-        print(statistics(corpus, index, load_tokenizer(part), config.train.seq_len))
+        found = statistics(corpus, index, load_tokenizer(part), config.train.seq_len)
+        shown.append(f"{name}:\n{found}" if name else found)
+    print("\n\n".join(shown))
 
 
 def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
     data = config.data
+    if options.paths:  # one corpus, whatever the config mixes
+        data = data.model_copy(update={"mixture": (), "mixture_steps": (), "validation": ()})
     if data.source not in CORPORA or is_stream(data):
         raise ConfigError(
             f"data.source = {data.source!r}, data.hf_streaming = {data.hf_streaming}: nothing to "
@@ -180,7 +184,7 @@ def _show(config: RunConfig, options: argparse.Namespace) -> None:
         data,
         seq_len=config.train.seq_len,
         seed=config.train.seed,
-        first_of_step=lambda step: step * config.train.global_batch,
+        global_batch=config.train.global_batch,
     )
     corpora = {
         name: None if is_stream(data) else open_corpus_and_index(part)[0]

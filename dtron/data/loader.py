@@ -181,9 +181,11 @@ class Loader:
         read_ahead = self._background is not None or self._closed
         return self._taken if read_ahead else self._state()
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | str], step: int | None = None) -> None:
         """Continue at the position of a `state_dict`, of any dp_size, micro_batch and global_batch.
 
+        Args:
+            step: the step of the run that begins there, counted from 0; None: as counted so far.
         Raises:
             DataError: the state has no "sequence", or the stream it describes has changed.
         """
@@ -192,6 +194,8 @@ class Loader:
         self.close()
         self._closed = False
         self._next = int(state["sequence"])
+        if step is not None:
+            self._source.count_from(step, self._next)
         self._source.seek(self._next, dict(state))
 
 

@@ -26,6 +26,8 @@ from dtron.data.packing import Packed, State, TrainingSource, Waste
 from dtron.errors import DataError
 
 log = logging.getLogger("dtron")
+_SAME = 1e-9
+"""Shares that differ by less are equal: weights of 7 and 3 are weights of 0.7 and 0.3."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +48,44 @@ class MixedSource:
 class _Position:
     """Position of a mixture: the next sequence of the run, and what was read until there."""
 
-    next: int = 0
-    read: dict[str, int] = field(default_factory=dict)
+    next: int
+    read: dict[str, int]
     """Sequences read of each source."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Share of each source that has one."""
+    """Share of each source that has one, by name; empty: all have ended."""
     since: dict[str, int] = field(default_factory=dict)
     """Sequences read of each source since the shares are what they are."""
+    until: float = 0.0
+    """The shares stay the same before this sequence of the run."""
 
     def copy(self) -> "_Position":
         """Return a position that changes independently."""
-        return _Position(self.next, dict(self.read), dict(self.shares), dict(self.since))
+        own = dict(self.read), dict(self.shares), dict(self.since)
+        return _Position(self.next, *own, self.until)
 
 
 class Mixture(TrainingSource):
     """A training source that mixes several sources; see the module's docstring.
 
     Args:
-        sources: at least one.
-        stages: for each stage after the first, the first sequence of the run in it; ascending.
+        sources: at least one; their order has no effect.
+        global_batch: sequences per step.
+        stages: for each stage after the first, its first step, counted from 0; ascending.
     """
 
-    def __init__(self, sources: Sequence[MixedSource], stages: Sequence[int] = ()) -> None:
-        self.sources = {each.name: each for each in sources}
-        self._stages = frozenset(stages)
-        self._begin(self._started(0, dict.fromkeys(self.sources, 0)))
+    def __init__(
+        self, sources: Sequence[MixedSource], global_batch: int, stages: Sequence[int] = ()
+    ) -> None:
+        self.sources = {each.name: each for each in sorted(sources, key=lambda each: each.name)}
+        self._global_batch, self._steps = global_batch, tuple(stages)
+        self._left_out: dict[str, list[float]] = {}  # rows of `state` of sources that were left out
+        self.count_from(0, 0)
+        self._begin(_Position(0, dict.fromkeys(self.sources, 0)))
+
+    def count_from(self, step: int, k: int) -> None:
+        """Begin stages by the steps of a run whose step `step`, counted from 0, begins with k."""
+        self._step, self._first = step, k
+        self._stages = [k + (each - step) * self._global_batch for each in self._steps]
 
     def sequences(self, numbers: Sequence[int]) -> list[Packed]:
         """Return several sequences of the run; those of one source are read together."""
@@ -101,22 +116,26 @@ class Mixture(TrainingSource):
         self._go_to(k)
         at = self._refreshed()
         rows = {n: [at.read[n], at.since.get(n, 0), at.shares.get(n, 0.0)] for n in at.read}
-        return {"mixture": json.dumps(rows)}
+        return {"mixture": json.dumps(self._left_out | rows)}
 
     def seek(self, k: int, state: State) -> None:
         """Continue at sequence k; sources that `state` does not have begin with their first."""
         rows: dict[str, list[float]] = json.loads(str(state.get("mixture", "{}")))
-        read = {name: int(rows[name][0]) if name in rows else 0 for name in self.sources}
-        at = self._started(k, read)
-        before = {name: share for name, (_, _, share) in rows.items() if share}
-        if before == at.shares:
+        self._left_out = {name: [row[0], 0, 0.0] for name, row in rows.items()}
+        read = {name: int(self._left_out.pop(name, [0])[0]) for name in self.sources}
+        before = {name: row[2] for name, row in sorted(rows.items()) if row[2]}
+        self._at = at = _Position(k, read)
+        self._refreshed()
+        if before.keys() == at.shares.keys() and all(
+            math.isclose(share, at.shares[name], rel_tol=_SAME) for name, share in before.items()
+        ):
             at.since = {name: int(rows[name][1]) for name in at.shares}
-        elif rows:
+        elif k:
             log.warning(
-                "data.mixture: shares were %s, and are %s from sequence %d on",
+                "data.mixture: shares were %s, and are %s from step %d on",
                 _shown(before),
                 _shown(at.shares),
-                k,
+                self._step_of(k),
             )
         self._begin(at)
 
@@ -124,31 +143,35 @@ class Mixture(TrainingSource):
         """Return the sequences of an epoch of every source, and padding and splits by share."""
         found = {name: each.sequences.waste() for name, each in self.sources.items()}
         known = {name: each for name, each in found.items() if each is not None}
-        shares = self._at.shares
+        shares = self._refreshed().shares
         return Waste(
             sum(each.sequences for each in known.values()),
             sum(shares.get(name, 0.0) * each.padding for name, each in known.items()),
             sum(shares.get(name, 0.0) * each.split_documents for name, each in known.items()),
         )
 
-    def summary(self, sequences: int) -> str:
-        """Return how many epochs of each source the first `sequences` of the run have, as text.
+    def summary(self, steps: int) -> str:
+        """Return what the next `steps` steps read of each source, as text; to about a sequence.
 
         Raises:
             DataError: every source will have had its epochs before.
         """
-        read, k = dict.fromkeys(self.sources, 0.0), 0.0
-        while k < sequences:
-            shares = self._shares(math.ceil(k), read)
+        first, end = self._at.next, self._at.next + steps * self._global_batch
+        k, read = float(first), {name: float(n) for name, n in self._at.read.items()}
+        while end - k > 0.5:
+            shares, until = self._shares(math.floor(k + 0.5), read)
+            if not shares:
+                raise self._ended(round(k))
+            length = min(until, end) - k
             ends = [(self._left(name, read) / share) for name, share in shares.items()]
-            ends += [first - k for first in self._stages if first > k]
-            length = min(sequences - k, *ends)
+            length = max(min(length, *ends), 0.5)  # by rounding, a source may have less left
             read |= {name: read[name] + share * length for name, share in shares.items()}
             k += length
-        return "; ".join(
-            f"{name} {n / max(sequences, 1):.1%} of the sequences, "
-            f"{n / self.sources[name].epoch:.2f} epochs"
-            for name, n in read.items()
+        n = max(end - first, 1)
+        return ", ".join(
+            f"{name} {(read[name] - self._at.read[name]) / n:.1%} "
+            f"(then {read[name] / each.epoch:.2f} epochs read)"
+            for name, each in self.sources.items()
         )
 
     def _left(self, name: str, read: Mapping[str, float]) -> float:
@@ -169,6 +192,8 @@ class Mixture(TrainingSource):
     def _take(self) -> str:
         """Return the source of the next sequence, and count it."""
         at = self._refreshed()
+        if not at.shares:
+            raise self._ended(at.next)
         name = _chosen(at.shares, at.since)
         at.next += 1
         at.read[name] += 1
@@ -178,41 +203,53 @@ class Mixture(TrainingSource):
     def _refreshed(self) -> _Position:
         """Return the position, with new shares where a stage begins or a source has ended."""
         at = self._at
-        if at.next in self._stages or any(self._left(name, at.read) <= 0 for name in at.shares):
-            at.shares = self._shares(at.next, at.read)
-            at.since = dict.fromkeys(at.shares, 0)
+        if at.next >= at.until:
+            shares, stage_ends = self._shares(at.next, at.read)
+            if shares != at.shares or at.next in self._stages:
+                at.shares, at.since = shares, dict.fromkeys(shares, 0)
+            # A source cannot end before as many sequences as it has left.
+            least = min((self._left(name, at.read) for name in shares), default=math.inf)
+            at.until = min(stage_ends, at.next + least)
         return at
 
-    def _started(self, k: int, read: dict[str, int]) -> _Position:
-        """Return a position at sequence k at which shares begin."""
-        shares = self._shares(k, read)
-        return _Position(k, read, shares, dict.fromkeys(shares, 0))
+    def _shares(self, k: int, read: Mapping[str, float]) -> tuple[dict[str, float], float]:
+        """Return the shares of the sources that have one at sequence k, and where the stage ends.
 
-    def _shares(self, k: int, read: Mapping[str, float]) -> dict[str, float]:
-        """Return the shares of the sources at sequence k, without those that have none."""
+        No shares: all sources with a weight have ended.
+        """
         stage = sum(k >= first for first in self._stages)
         weights = {
-            name: each.weights[stage if len(each.weights) > 1 else 0]
+            name: each.weights[stage]
             for name, each in self.sources.items()
-            if self._left(name, read) > 0
+            if each.weights[stage] and self._left(name, read) > _SAME
         }
-        total = sum(weights.values())
-        if not total:
-            raise DataError(
-                f"data.mixture: at sequence {k}, all sources with a weight have had their epochs; "
-                "raise epochs, or lower train.steps"
-            )
-        return {name: weight / total for name, weight in weights.items() if weight}
+        total = math.fsum(weights.values())
+        ends = self._stages[stage] if stage < len(self._stages) else math.inf
+        return {name: weight / total for name, weight in weights.items()}, ends
+
+    def _step_of(self, k: int) -> int:
+        """Return the step of sequence k, counted from 1 as in the log."""
+        return self._step + (k - self._first) // self._global_batch + 1
+
+    def _ended(self, k: int) -> DataError:
+        return DataError(
+            f"data.mixture: all sources with a weight will have had their epochs in step "
+            f"{self._step_of(k)}; raise epochs, leave it out of a source, or lower train.steps"
+        )
 
 
 def _chosen(shares: Mapping[str, float], since: Mapping[str, int]) -> str:
     """Return the source of the next sequence by the rule of the module's docstring."""
     if len(shares) == 1:
         return next(iter(shares))
-    slack, m = 1 / (2 * len(shares) - 2), sum(since.values())
-    behind = [name for name, share in shares.items() if (m + 1) * share - since[name] >= slack]
+    slack, m = 1 / (2 * len(shares) - 2), sum(since.values()) + 1
+    lead, best, least = 1 - slack, "", math.inf
+    for name, share in shares.items():
+        count = since[name]
+        if m * share - count >= slack and (count + lead) / share < least:
+            best, least = name, (count + lead) / share
     # Empty only by rounding.
-    return min(behind or shares, key=lambda name: (since[name] + 1 - slack) / shares[name])
+    return best or max(shares, key=lambda name: m * shares[name] - since[name])
 
 
 def _shown(shares: Mapping[str, float]) -> str:

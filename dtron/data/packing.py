@@ -134,6 +134,9 @@ class TrainingSource(Protocol):
         """Continue at sequence k, which may be earlier than the current sequence."""
         ...
 
+    def count_from(self, step: int, k: int) -> None:
+        """Note that step `step` of the run, counted from 0, begins with sequence k."""
+
     def waste(self) -> Waste | None:
         """Return padding and split documents; None: not known in advance."""
         ...

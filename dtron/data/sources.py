@@ -1,14 +1,15 @@
 """Data of a run: open the sequences that the `data` section of a config describes.
 
 On each host one process calls `prepare` and the others call `wait_for`, without a process group;
-then all of them call `open_data`.
+then all of them call `open_all`.
 """
 
+import contextlib
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +92,32 @@ def prepare(data: Data, seq_len: int | None = None) -> None:
         return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
     remove_stale(folder)
-    for part in _corpora_of(data):
-        with heartbeat(_heartbeat_path(part, tokenizer, folder)):
+    for where, part, trained in _corpora_of(data):
+        with _naming(where), heartbeat(_heartbeat_path(part, tokenizer, folder)):
             corpus = _open_corpus(part, tokenizer, folder)
             index = open_or_build_index(corpus, part.validation_fraction, folder)
-            if seq_len is not None and part.packing != "cut":
+            if trained and seq_len is not None and part.packing != "cut":
                 count_sequences(index, seq_len, part.packing)
 
 
-def _corpora_of(data: Data) -> list[Data]:
-    """Return the sections of all corpora, for training and for validation."""
-    return [*data.parts.values(), *data.validation_parts.values()]
+def _corpora_of(data: Data) -> list[tuple[str, Data, bool]]:
+    """Return, for each corpus, its key in the config, its section, and whether it is trained on."""
+    trained = [
+        (f"data.mixture: {name}" if name else "", each, True) for name, each in data.parts.items()
+    ]
+    sets = data.validation_parts.items()
+    return [*trained, *((f"data.validation: {name}", each, False) for name, each in sets)]
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Let a DataError of one corpus of several begin with its key in the config."""
+    try:
+        yield
+    except DataError as error:
+        if not where:
+            raise
+        raise DataError(f"{where}: {str(error).removeprefix('data.paths: ')}") from None
 
 
 def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
@@ -113,12 +129,13 @@ def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
     if is_stream(data):
         return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
-    for part in _corpora_of(data):
-        _wait_for_corpus(part, seq_len, silent_seconds, tokenizer, folder)
+    for where, part, trained in _corpora_of(data):
+        with _naming(where):
+            _wait_for_corpus(part, seq_len if trained else None, silent_seconds, tokenizer, folder)
 
 
 def _wait_for_corpus(
-    data: Data, seq_len: int, silent_seconds: float, tokenizer: Tokenizer, folder: Path
+    data: Data, seq_len: int | None, silent_seconds: float, tokenizer: Tokenizer, folder: Path
 ) -> None:
     path, find = _heartbeat_path(data, tokenizer, folder), _finder(data, tokenizer, folder)
     known, since = last_heartbeat(path), time.monotonic()
@@ -135,30 +152,32 @@ def _wait_for_corpus(
 
 
 def open_all(
-    data: Data, *, seq_len: int, seed: int, first_of_step: Callable[[int], int]
+    data: Data, *, seq_len: int, seed: int, global_batch: int
 ) -> tuple[TrainingSource, dict[str, ValidationSource]]:
     """Open the training sequences of a data section, and all its validation sets by name.
 
     Held-out documents have the name of their source, which is "" without a mixture. Sets without
-    documents are left out.
+    documents are left out. Of a corpus of more than 2^18 documents, a set is a random sample.
 
     Args:
         data: the section.
         seq_len: T, tokens per sequence.
         seed: seed of the order of training documents.
-        first_of_step: returns the first sequence of a step, counted from 0.
+        global_batch: sequences per step.
     Raises:
         DataError: as `prepare`; or the training split of a source does not fill one sequence.
     """
-    opened = {
-        name: open_data(part, seq_len=seq_len, seed=seed) for name, part in data.parts.items()
-    }
+    opened: dict[str, Sources] = {}
+    for name, part in data.parts.items():
+        with _naming(f"data.mixture: {name}" if name else ""):
+            opened[name] = open_data(part, seq_len=seq_len, seed=seed)
     sets = {name: held_out for name, (_, held_out) in opened.items() if held_out is not None}
     for name, part in data.validation_parts.items():
-        corpus, index = open_corpus_and_index(part)
-        settings = _settings(part, seq_len, load_tokenizer(part))
-        if found := _validation(part, corpus.tokens, index.group(0), settings):
-            sets[name] = found
+        with _naming(f"data.validation: {name}"):
+            corpus, index = open_corpus_and_index(part)
+            settings = _settings(part, seq_len, load_tokenizer(part))
+            if found := _validation(part, corpus.tokens, index.group(0), settings):
+                sets[name] = found
     if not data.mixture:
         return opened[""][0], sets
     sources = []
@@ -166,9 +185,9 @@ def open_all(
         sequences, _ = opened[each.name]
         assert isinstance(sequences, Shuffled), "streams are not mixed"
         weights = tuple(each.weight_in(stage) for stage in range(len(data.mixture_steps) + 1))
-        most = round(each.epochs * sequences.epoch_length) if each.epochs else None
+        most = max(1, round(each.epochs * sequences.epoch_length)) if each.epochs else None
         sources.append(MixedSource(each.name, sequences, sequences.epoch_length, weights, most))
-    return Mixture(sources, list(map(first_of_step, data.mixture_steps))), sets
+    return Mixture(sources, global_batch, data.mixture_steps), sets
 
 
 def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
@@ -181,6 +200,7 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     Raises:
         DataError: as `prepare`; or the training split does not fill one sequence.
     """
+    assert not data.mixture, "open_all opens a mixture"
     if is_stream(data):
         return _open_stream(data, seq_len)
     corpus, index = open_corpus_and_index(data)
@@ -312,11 +332,11 @@ def _why_not_open(path: Location, data: Data, tokenizer: Tokenizer) -> str:
     return "is damaged or of another version; delete it and run dtron data prepare again"
 
 
-def _is_prepared(corpus: TokenCorpus | None, data: Data, seq_len: int, folder: Path) -> bool:
+def _is_prepared(corpus: TokenCorpus | None, data: Data, seq_len: int | None, folder: Path) -> bool:
     if corpus is None:
         return False
     index = open_index(index_path(corpus, data.validation_fraction, folder), corpus)
-    if index is None or data.packing == "cut" or len(index.group_sizes) == 1:
+    if index is None or seq_len is None or data.packing == "cut" or len(index.group_sizes) == 1:
         return index is not None
     return known_counts(index, seq_len, data.packing) is not None
 
@@ -376,9 +396,9 @@ def _warn_of_duplicates(data: Data, corpus: TokenCorpus) -> None:
 def _warn_of_no_validation(data: Data) -> None:
     if data.validation_fraction:
         logger.warning(
-            "data.validation_fraction = %g, but there are too few different documents to hold one "
-            "out; no validation will run",
+            "data.validation_fraction = %g, but %s has too few different documents to hold one out",
             data.validation_fraction,
+            _name(data),
         )
 
 

@@ -16,6 +16,7 @@ from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
 from dtron.data import Loader, TrainingSource
 from dtron.data.inspection import measured_rate
+from dtron.data.mixture import Mixture
 from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words
 from dtron.models import MODELS
 from dtron.models.contract import check_family
@@ -177,9 +178,11 @@ def dry_run(config: RunConfig, name: str) -> int:
         automatic = of_place(config, place)
     asked, config = config, automatic.config
     found = plan(config, place.world_size, row)
-    rate = 0.0
+    rate, mixture = 0.0, ""
     if found["legal"]:
         data = preflight(asked if name else config, place, starts=False).data
+        if isinstance(data.train, Mixture):  # before steps are read from it
+            mixture = f"mixture: {data.train.summary(config.train.steps)}"
         found["unchecked"] = []  # preflight has checked them
         rate = _rate_of(data.train, config, place.world_size)
     if place.rank == 0:
@@ -188,6 +191,8 @@ def dry_run(config: RunConfig, name: str) -> int:
                 "all checks of the run's start passed, also of data and tokenizer; "
                 f"{place.world_size} ranks"
             )
+        if mixture:
+            print(mixture)
         _print_automatic(automatic)
         print_plan(_console(), found)
         if found["legal"] and found["time"]:
@@ -203,7 +208,14 @@ def _rate_of(source: TrainingSource, config: RunConfig, world_size: int) -> floa
     train, share = config.train, _sequences_per_rank(config, world_size)
     settings = {"global_batch": train.global_batch, "micro_batch": train.micro_batch}
     loader = Loader(source, dp_rank=0, dp_size=round(1 / share), **settings)
-    return measured_rate(loader.step, round(train.global_batch * share) * train.seq_len)
+    begin = loader.state_dict()
+
+    def step() -> None:
+        if isinstance(source, Mixture):  # its sources may end
+            loader.load_state_dict(begin)
+        loader.step()
+
+    return measured_rate(step, round(train.global_batch * share) * train.seq_len)
 
 
 def _sequences_per_rank(config: RunConfig, world_size: int) -> float:

@@ -10,7 +10,8 @@
     ends/            why the ranks of the attempt ended
     begun            torchrun's id of the job that is training; removed at the end
     hangs/step-N/    stacks of each rank, if a step did not end
-    tensorboard/  checkpoints/  trace/
+    tensorboard/  wandb/  wandb-id  mlflow.db  mlflow-id    logs of trackers, and their runs
+    checkpoints/  trace/
 
 A run that resumes from a checkpoint in its directory continues these files. Any other start first
 renames the files of the earlier run (metrics-1.jsonl, checkpoints-1, ...).
@@ -35,6 +36,10 @@ _OUTPUTS = (
     "steps.json",
     "run.json",
     "tensorboard",
+    "wandb",
+    "wandb-id",
+    "mlflow.db",
+    "mlflow-id",
     "checkpoints",
     "trace",
     "hangs",

@@ -1,6 +1,5 @@
-"""Write metrics to metrics.jsonl, TensorBoard and the console."""
+"""Write metrics to metrics.jsonl, trackers and the console."""
 
-import contextlib
 import datetime
 import json
 import logging
@@ -8,9 +7,8 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -18,36 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dtron.io.filesystem import check_mounted, mount_of, open_own
 from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from dtron.run.trackers import Trackers
 
 log = logging.getLogger("dtron")
 Row = dict[str, float | int | None]
 _MOUNT_SECONDS = 5
 """Seconds between checks that the run directory is still mounted."""
 _MFU: dict[str, Convention] = {"mfu": "full", "mfu_causal": "causal"}
-
-
-_GROUPS = (
-    ("loss", ("loss", "validation_loss", "mtp_loss")),
-    ("experts", ("balance_loss", "z_loss", "max_expert_load")),
-    ("optim", ("grad_norm", "lr", "skipped")),
-    ("speed", ("tokens_per_second", "mfu", "seconds", "recovery")),
-    ("memory", ("memory_gib",)),
-    ("data", ("tokens", "padding", "data_seconds")),
-    ("float8", ("float8",)),
-)
-"""(TensorBoard group, prefixes of its metrics); an exact match takes precedence over a prefix."""
-
-
-def tag_of(name: str) -> str:
-    """Return the TensorBoard tag of a metric: `loss/validation_loss`; default group `other`."""
-    for equal in (True, False):
-        for group, names in _GROUPS:
-            if any(name == each if equal else name.startswith(each) for each in names):
-                return f"{group}/{name}"
-    return f"other/{name}"
 
 
 class Throughput:
@@ -110,18 +85,19 @@ class MetricsWriter:
     """Writes rows of metrics on rank 0; does nothing on other ranks.
 
     If a write fails, a warning is logged and training continues. Rows of metrics.jsonl are kept and
-    written later; TensorBoard logging stops.
+    written later.
     """
 
     def __init__(
         self,
         path: Path,
-        tensorboard: Path | None,
+        trackers: Trackers,
         console: Console,
         steps: int,
         start_step: int,
         active: bool,
     ) -> None:
+        self.trackers = trackers
         self._path = path if active else None
         self._steps, self._start_step = steps, start_step
         self._mount = mount_of(path)
@@ -131,27 +107,12 @@ class MetricsWriter:
         self._warned = False
         if active:
             self._write_pending(path)  # creates the file before the first row
-        self._board: SummaryWriter | None = None
-        if active and tensorboard:
-            with self._board_or_none():  # a resumed run purges the scalars of later steps
-                self._board = _open_board(tensorboard, start_step + 1)
         self._progress = _progress(console) if active and console.is_terminal else None
         if self._progress is not None:
             self._task = self._progress.add_task(
                 "training", total=steps, completed=start_step, figures=""
             )
             self._progress.start()
-
-    @property
-    def writes_tensorboard(self) -> bool:
-        """Whether TensorBoard logs are written; False after a failed write."""
-        return self._board is not None
-
-    def text(self, tag: str, text: str) -> None:
-        """Write a text to TensorBoard."""
-        with self._board_or_none():
-            if self._board is not None:
-                self._board.add_text(tag, f"```\n{text}\n```", self._start_step)
 
     def step(self, step: int) -> None:
         """Update the progress bar."""
@@ -165,10 +126,7 @@ class MetricsWriter:
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
         self._pending.append(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no NaN
         self._write_pending(self._path)
-        with self._board_or_none():
-            for name, value in row.items():
-                if self._board is not None and name not in ("step", "batch") and value is not None:
-                    self._board.add_scalar(tag_of(name), value, row["step"])
+        self.trackers.row(finite)
         text = _line(row)
         if self._progress is not None:
             self._progress.update(self._task, figures=text)
@@ -180,9 +138,7 @@ class MetricsWriter:
         """Flush and close everything."""
         if self._progress is not None:
             self._progress.stop()
-        with self._board_or_none():
-            if self._board is not None:
-                self._board.close()
+        self.trackers.close()
 
     def _write_pending(self, path: Path) -> None:
         """Append all pending rows, or keep them all pending if they cannot be written."""
@@ -217,15 +173,6 @@ class MetricsWriter:
         check_mounted(path, self._mount)
         self._checked, self._device = now, _device(path.parent)
 
-    @contextlib.contextmanager
-    def _board_or_none(self) -> Iterator[None]:
-        """Disable TensorBoard after an error in this context, also of TensorBoard's thread."""
-        try:
-            yield
-        except Exception as error:
-            self._board = None
-            log.warning("TensorBoard logging stops: %s; training continues", error)
-
 
 def _device(folder: Path) -> int | None:
     """Return the device number of a folder; None if the folder does not exist."""
@@ -233,12 +180,6 @@ def _device(folder: Path) -> int | None:
         return folder.stat().st_dev
     except OSError:
         return None
-
-
-def _open_board(folder: Path, first_step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard import SummaryWriter  # slow import, only needed on rank 0
-
-    return SummaryWriter(folder, purge_step=first_step)
 
 
 def _progress(console: Console) -> Progress:

@@ -44,8 +44,15 @@ def common_to_ranks(
     found |= {"the version of CUDA": torch.version.cuda, "dtron's source code": _source()}
     for key in ("data.mixture", "data.validation"):
         found[key] = [{k: v for k, v in each.items() if k != "paths"} for each in found[key]]
-    names = {"content": "the training data", "tokenizer": "the tokenizer"}
-    return found | {names.get(key, f"the data of {key}"): value for key, value in data.items()}
+    return found | {_name_of(key): value for key, value in data.items()}
+
+
+def _name_of(key: str) -> str:
+    """Return how a key of `identity_of` is named in an error."""
+    kind, _, source = key.partition(":")
+    names = {"content": "the training data", "validation": "the validation data"}
+    name = names.get(kind, f"the {kind}")
+    return f"{name} of {source}" if source else name
 
 
 def check_agreement_of_ranks(mine: dict[str, Any], group: dist.ProcessGroup) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.initial_weights import (
     InitialWeights,
     check_same_model,
@@ -30,6 +29,7 @@ from dtron.data import (
     wait_for,
 )
 from dtron.data.corpus.cache import STALE_SECONDS
+from dtron.data.mixture import Mixture
 from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
 from dtron.models.attention import Backend
@@ -41,6 +41,7 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.run.directory import RunDir
 from dtron.run.process import Place, check_writable
 from dtron.run.rendezvous import Rendezvous
+from dtron.run.trackers import check_trackers
 from dtron.setup.float8_plan import Float8Plan
 from dtron.setup.resume import ResumeState, find_resume_state
 from dtron.setup.resume_checks import check_data, warn_of_changes
@@ -110,6 +111,7 @@ def preflight(
         ConfigError: all broken rules about settings, model and machine, one per line.
         ConfigError, DataError, CheckpointError: the first other error, if no rule is broken.
     """
+    check_trackers(config)
     model = _set_up_model(config, place, starts)
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -120,7 +122,9 @@ def preflight(
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
         resume = replace(resume, initial=_open_initial(config, model.config, tokenizer))
-    data = _open_data(config, tokenizer, place, resume.metadata)
+    data = _open_data(config, tokenizer, place)
+    if isinstance(data.train, Mixture) and not resume.checkpoint:
+        data.train.summary(config.train.steps)  # raises where epochs end before the run
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
@@ -155,14 +159,8 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
     return initial
 
 
-def _open_data(
-    config: RunConfig, tokenizer: Tokenizer, place: Place, resumed: CheckpointMetadata | None
-) -> DataSetup:
-    """Open the data: the first rank of a host prepares the data, the others wait for the cache.
-
-    Args:
-        resumed: metadata of the checkpoint that the run resumes from.
-    """
+def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
+    """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
         prepare(config.data, config.train.seq_len)
@@ -170,13 +168,11 @@ def _open_data(
         wait_for(
             config.data, config.train.seq_len, max(STALE_SECONDS, config.parallel.timeout_seconds)
         )
-    step = resumed.step if resumed else 0
-    sequence = int(resumed.data.get("sequence", 0)) if resumed else 0
     train, validation = open_all(
         config.data,
         seq_len=config.train.seq_len,
         seed=config.train.seed,
-        first_of_step=lambda s: sequence + (s - step) * config.train.global_batch,
+        global_batch=config.train.global_batch,
     )
     return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
 

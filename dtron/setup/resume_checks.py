@@ -81,7 +81,8 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
     The optimizer state depends on `optim.name` and `optim.moments`; the position in the data on
     `data.*`, `train.seed` and `train.seq_len`; and later updates on `_UPDATES`.
     """
-    by_name = {"mixture", "mixture_steps", "validation"}  # `Mixture.seek` compares them
+    # Their effect is another: `Mixture.seek` logs changed shares.
+    by_name = {"mixture", "mixture_steps", "validation"}
     data = config.data.model_dump(mode="json", exclude={"cache_dir", *by_name})
     values = config.model_dump(mode="json")
     return {
@@ -220,8 +221,13 @@ def check_data(
         names = [key.partition(":")[2] for key in changed if key != CONTENT]
         raise ConfigError(
             f"data.mixture: {checkpoint} was trained with other data"
-            f"{' of ' + ', '.join(names) if names else ', without a mixture'}; give new data a new "
-            "name, or set checkpoint.allow_data_change=true to continue at the same position"
+            f"{' of ' + ', '.join(names) if names else ', without a mixture'}; "
+            + (
+                "give new data a new name, or set checkpoint.allow_data_change=true to continue at "
+                "the same position in the new data"
+                if names
+                else "set checkpoint.allow_data_change=true to begin each source at its start"
+            )
         )
     else:
         key, what = ("hf_path" if config.data.source == "hf" else "paths"), "other data"
@@ -239,7 +245,8 @@ def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: Checkpoin
     differ by rounding (settings that were chosen automatically).
     """
     _log_other_choices(checkpoint, config, metadata)
-    known = _CONTENT_KEYS if {"content", "tokenizer"} <= metadata.data.keys() else ()
+    compared = any(key.split(":")[0] == CONTENT for key in metadata.data)
+    known = _CONTENT_KEYS if compared and "tokenizer" in metadata.data else ()
     for key, value, saved in _changed_settings(config, metadata):
         if key in known:
             continue

@@ -42,15 +42,18 @@ class Evaluation:
     def losses(self) -> dict[str, float]:
         """Return the mean loss of each validation set, as metrics; empty: validation is off.
 
-        The set "" is `validation_loss`, others are `validation_loss/NAME`. Without a set "",
-        `validation_loss` is the mean of these. Waits for the device.
+        The set "" is `validation_loss`, others are `validation_loss/NAME`. With a mixture,
+        `validation_loss` is the mean of its sources, and if none holds documents out, of all sets.
+        Waits for the device.
         """
         sets = self.data.validation if self.config.train.eval_sequences else {}
         losses = {name: self._loss(each) for name, each in sets.items()}
         named = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
         if not losses:
             return {}
-        return {"validation_loss": losses.get("", sum(losses.values()) / len(losses)), **named}
+        own = [losses[name] for name in self.config.data.parts if name in losses]
+        own = own or list(losses.values())
+        return {"validation_loss": sum(own) / len(own), **named}
 
     def _loss(self, source: ValidationSource) -> float:
         train = self.config.train

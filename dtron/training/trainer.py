@@ -25,6 +25,7 @@ from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
+from dtron.data.mixture import Mixture
 from dtron.data.stream import merged
 from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
@@ -52,6 +53,7 @@ from dtron.run.process import (
 from dtron.run.profiler import ProfileWindow, phase
 from dtron.run.rendezvous import Rendezvous, meet
 from dtron.run.step_times import StepTimes
+from dtron.run.trackers import Trackers, trackers_of
 from dtron.setup.agreement import check_agreement_of_ranks, common_to_ranks
 from dtron.setup.automatic import Automatic
 from dtron.setup.preflight import preflight
@@ -247,7 +249,7 @@ class Trainer:
         assert checkpoint is not None, "verify returns a checkpoint or raises"
         assert metadata is not None, "its metadata was read"
         self.checkpointer.load(checkpoint)
-        self.batches.loader.load_state_dict(metadata.data)
+        self.batches.loader.load_state_dict(metadata.data, metadata.step)
         self.step, self.tokens = metadata.step, metadata.tokens
         self.warmup = resumed_warmup(config, metadata)
         self.run.step.skipped += metadata.skipped
@@ -284,15 +286,15 @@ class Trainer:
         if first:
             self.attempts.note_hosts(hosts)
             self.rundir.write_run_json(self.info)
+        names = trackers_of(config) if first else []
         self.writer = MetricsWriter(
             self.rundir.metrics,
-            self.rundir.tensorboard if config.metrics.tensorboard else None,
+            Trackers(names, config, self.rundir.path, self.step),
             self.console,
             config.train.steps,
             start_step=self.step,
             active=first,
         )
-        self.writer.text("config", config.to_toml())
         self.throughput = Throughput(FlopsModel.of(self.model_setup.config), self.place.world_size)
         self.step_log = StepLog(config, self.run, self.batches, self.throughput, self.host_group)
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
@@ -497,6 +499,9 @@ class Trainer:
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
         self._refresh_weights()
+        if isinstance(self.data_setup.train, Mixture):  # its stages begin at steps
+            loader = self.batches.loader
+            loader.load_state_dict(loader.state_dict(), self.step)
         metadata = replace(metadata, data=self._data_state())
         self.checkpointer.saver.run_on_first(lambda: self._skip_batches(checkpoint, metadata))
         self.throughput.restart()
@@ -514,5 +519,5 @@ class Trainer:
     def _finish(self) -> None:
         if self.config.train.sample_tokens:
             log.info("sample: %s", self.evaluation.sample())
-        if self.writer.writes_tensorboard:
+        if "tensorboard" in self.writer.trackers.names:
             log.info("TensorBoard: tensorboard --logdir %s", self.rundir.tensorboard)

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtron.checkpoint.directory import read_metadata
 from dtron.config import RunConfig
-from dtron.data import Loader, mixture
+from dtron.data import Loader, mixture, open_all
 from dtron.data.command import main
 from dtron.data.mixture import MixedSource, Mixture
 from dtron.data.packing import Packed, State, TrainingSource, Waste
 from dtron.errors import ConfigError, DataError
+from dtron.plan.command import dry_run
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
 from tests.harness import run_ranks
@@ -51,6 +53,7 @@ def mixed(
     epochs: dict[int, float] | None = None,
     stages: Sequence[int] = (),
     names: str = "abcdefghij",
+    global_batch: int = 1,
 ) -> Mixture:
     """A mixture of sources a, b, ... of EPOCH sequences each."""
     given = [each if isinstance(each, tuple) else (each,) * (len(stages) + 1) for each in weights]
@@ -59,7 +62,7 @@ def mixed(
         MixedSource(names[i], Numbers("abcdefghij".index(names[i])), EPOCH, each, most.get(i))
         for i, each in enumerate(given)
     ]
-    return Mixture(sources, stages)
+    return Mixture(sources, global_batch, stages)
 
 
 def places(found: Mixture, numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -134,7 +137,7 @@ def test_sources_may_change_at_a_resume(caplog: pytest.LogCaptureFixture) -> Non
     changed.seek(20, state)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "data.mixture: shares were a 50.0%, b 50.0%, and are b 20.0%, c 80.0% from sequence 20 on"
+        "data.mixture: shares were a 50.0%, b 50.0%, and are b 20.0%, c 80.0% from step 21 on"
     )
     found = places(changed, range(20, 30))
     assert Counter(source for source, _ in found) == {1: 2, 2: 8}
@@ -143,17 +146,77 @@ def test_sources_may_change_at_a_resume(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_padding_is_that_of_the_shares() -> None:
-    assert mixed([0.25, 0.75]).waste() == Waste(2 * EPOCH, pytest.approx(0.075), pytest.approx(0.2))
+    found = mixed([0.25, 0.75]).waste()
+    assert found is not None
+    assert found.sequences == 2 * EPOCH
+    assert (found.padding, found.split_documents) == pytest.approx((0.075, 0.2))
+
+
+def test_the_same_shares_are_not_changed(caplog: pytest.LogCaptureFixture) -> None:
+    """By other weights, or in another order of the tables."""
+    caplog.set_level(logging.WARNING, "dtron")
+    for seed in range(30):
+        weights = drawn(seed)[:5]
+        names = "abcde"[: len(weights)]
+        before = mixed(weights)
+        state = before.state(37)
+        again = mixed([10 * w for w in reversed(weights)], names=names[::-1])
+        again.seek(37, state)
+        assert places(again, range(37, 60)) == places(before, range(37, 60))
+    assert not caplog.records
+
+
+def test_a_source_that_comes_back_goes_on() -> None:
+    before = mixed([0.5, 0.5])
+    without = mixed([1.0], names="b")
+    without.seek(20, before.state(20))
+    after = mixed([0.5, 0.5])
+    after.seek(24, json.loads(json.dumps(without.state(24))))
+    found = places(after, range(24, 34))
+    assert sorted(number for source, number in found if source == 0) == list(range(10, 15))
+    assert sorted(number for source, number in found if source == 1) == list(range(14, 19))
 
 
 def test_sources_that_end_too_early_are_an_error() -> None:
-    with pytest.raises(DataError, match="at sequence 30, all sources with a weight have had"):
+    with pytest.raises(DataError, match="will have had their epochs in step 31"):
         places(mixed([0.5, 0.5], {0: 1, 1: 2}), range(31))
-    with pytest.raises(DataError, match="at sequence 30, all sources"):
+    with pytest.raises(DataError, match="will have had their epochs in step 31"):
         mixed([0.5, 0.5], {0: 1, 1: 2}).summary(31)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sources_may_end_with_the_run(seed: int) -> None:
+    """All of them; the state after the last sequence is known, and may be resumed from."""
+    weights = drawn(seed)
+    epochs = {i: 1 + i % 3 / 10 for i in range(len(weights))}
+    n = sum(round(EPOCH * each) for each in epochs.values())
+    found = mixed(weights, epochs)
+    assert found.summary(n)
+    assert len(set(places(found, range(n)))) == n
+    state = found.state(n)
+    more = {**epochs, 0: epochs[0] + 1}
+    again = mixed(weights, more)
+    again.seek(n, state)
+    assert places(again, [n]) == [(0, EPOCH)]
+
+
+def test_the_summary_counts_from_the_position() -> None:
     assert mixed([0.5, 0.5], {0: 1}).summary(40) == (
-        "a 25.0% of the sequences, 1.00 epochs; b 75.0% of the sequences, 3.00 epochs"
+        "a 25.0% (then 1.00 epochs read), b 75.0% (then 3.00 epochs read)"
     )
+    later = mixed([0.5, 0.5], {0: 1}, global_batch=2)
+    later.seek(16, later.state(16))
+    assert later.summary(12) == ("a 8.3% (then 1.00 epochs read), b 91.7% (then 3.00 epochs read)")
+
+
+def test_stages_begin_at_steps() -> None:
+    """Also where steps were counted anew by a rollback, or had other batches before."""
+    found = mixed([(1.0, 0.0), (0.0, 1.0)], stages=[10], global_batch=4)
+    assert [source for source, _ in places(found, range(36, 44))] == [0] * 4 + [1] * 4
+    found = mixed([(1.0, 0.0), (0.0, 1.0)], stages=[10], global_batch=4)
+    found.count_from(8, 48)  # step 8 was reached with 48 sequences
+    found.seek(48, {})
+    assert [source for source, _ in places(found, range(52, 60))] == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 8), (2, 2), (4, 1)])
@@ -161,11 +224,14 @@ def test_the_order_is_the_same_in_every_layout(dp_size: int, micro_batch: int) -
     wanted = places(mixed([0.6, 0.3, 0.1]), range(32))
     for rank in range(dp_size):
         settings: dict[str, Any] = {"global_batch": 8, "micro_batch": micro_batch}
-        loader = Loader(mixed([0.6, 0.3, 0.1]), dp_rank=rank, dp_size=dp_size, **settings)
+        loader = Loader(
+            mixed([0.6, 0.3, 0.1]), dp_rank=rank, dp_size=dp_size, ahead=rank % 2, **settings
+        )
         for _ in range(4):
             for batch in loader.step():
                 found = [tuple(each) for each in batch.tokens.tolist()]
                 assert found == [wanted[k] for k in batch.sequence.tolist()]
+        loader.close()
         assert loader.state_dict() == {"sequence": 32, **mixed([0.6, 0.3, 0.1]).state(32)}
 
 
@@ -204,7 +270,7 @@ def test_ranks_do_not_change_a_mixture(tmp_path: Path, corpora: dict, packing: s
     last = rows(one)[-1]
     named = {name: last[f"validation_loss/{name}"] for name in ("web", "code", "other")}
     assert len(set(named.values())) == 3
-    assert last["validation_loss"] == pytest.approx(sum(named.values()) / 3)
+    assert last["validation_loss"] == pytest.approx((named["web"] + named["code"]) / 2)
     for name, loss in named.items():
         assert rows(two)[-1][f"validation_loss/{name}"] == pytest.approx(loss, rel=1e-5)
 
@@ -265,26 +331,59 @@ REFUSED = [
     ('data.mixture=[{name="a", paths=["x"]}, {name="a", paths=["y"]}]', "a is named twice"),
     ('data.mixture=[{name="a b", paths=["x"]}]', "data.mixture.0.name = 'a b': "),
     ('data.mixture=[{name="a"}]', "data.mixture.0.paths is required"),
-    ('data.mixture=[{name="a", paths=["x"], weight=-1}]', "data.mixture.0.weight = -1: "),
-    ('data.mixture=[{name="a", paths=["x"], weight=0}]', "all weights of stage 1 are 0"),
+    ('data.mixture=[{name="a", paths="x"}]', 'write paths = ["x"]'),
+    ('data.mixture=[{name="a", paths=["x"], weight=-1}]', "data.mixture.0.weight = -1: a weight"),
+    ('data.mixture=[{name="a", paths=["x"], weight="x"}]', "data.mixture.0.weight = 'x': "),
+    ('data.mixture=[{name="a", paths=["x"], weight=0}]', "all weights after step 0 are 0"),
     ('data.mixture=[{name="a", paths=["x"], weight=[1, 2]}]', "give a number, or a list of 1"),
+    ('data.mixture=[{name="a", paths=["x"], epochs=0}]', "data.mixture.0.epochs = 0: "),
     ('data.mixture=[{name="a", paths=["x"], wight=1}]', "unknown key data.mixture.0.wight"),
     ('data.mixture={name="a"}', "write [[data.mixture]]"),
+    ('data.mixture=[{name="a", paths=["no.txt"]}]', "/no.txt: No such file"),
+    ('data.validation=[{name="a", paths=["no.txt"]}]', "data.validation: a: /"),
     ("data.mixture_steps=[3]", "data.mixture_steps = (3,) has no effect without data.mixture"),
 ]
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED)
 def test_mixtures_that_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises((ConfigError, DataError)) as error:
         preflight(RunConfig.load("configs/quickstart.toml", [override]), PLACE)
     assert message in str(error.value)
 
 
-def test_a_mixture_is_written_and_read() -> None:
+def test_paths_beside_a_mixture_are_refused() -> None:
+    words = ['data.mixture=[{name="a", paths=["x"]}]', 'data.paths=["y"]']
+    with pytest.raises(ConfigError, match=r"data\.paths and data\.mixture exclude each other"):
+        preflight(RunConfig.load(None, words), PLACE)
+
+
+def test_a_mixture_is_written_and_read(tmp_path: Path) -> None:
     sources = '[{name="a", paths=["x"], weight=[1, 0.5]}, {name="b", paths=["y"], epochs=2}]'
     config = RunConfig.load(None, [f"data.mixture={sources}", "data.mixture_steps=[10]"])
     assert config.data.mixture[0].weight == (1.0, 0.5)
-    assert RunConfig.load(None, [f"data.mixture={sources}"]) != config
-    written = config.to_toml()
-    assert '{name = "b", paths = ["y"], weight = 1.0, epochs = 2.0}' in written
+    written = tmp_path / "config.toml"
+    written.write_text(config.to_toml())
+    assert RunConfig.load(written) == config
+
+
+def test_a_run_of_stages_and_epochs(
+    tmp_path: Path, corpora: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That ends with the epochs of all sources: by rows of each step, and with its checkpoint."""
+    run, keys = tmp_path / "run", settings(corpora, data__mixture_steps=[2], train__steps=4)
+    code, web = keys["data__mixture"][1], keys["data__mixture"][0]
+    code["weight"], web["weight"] = [0, 1], [1, 0]
+    epoch = (
+        open_all(tiny(run, **keys).data, seq_len=32, seed=0, global_batch=8)[0]
+        .sources["code"]  # type: ignore[attr-defined]
+        .epoch
+    )
+    code["epochs"] = 16 / epoch
+    run_ranks(1, fit, tiny(run, **keys, metrics__log_interval=1))
+    state = json.loads(read_metadata(run / "checkpoints/step-4").data["mixture"])  # type: ignore[arg-type]
+    assert {name: read for name, (read, *_) in state.items()} == {"web": 16, "code": 16}
+    with pytest.raises(DataError, match="had their epochs in step 5"):
+        preflight(tiny(tmp_path / "longer", **{**keys, "train__steps": 5}), PLACE)
+    assert dry_run(tiny(tmp_path / "planned", **keys), "h200") == 0
+    assert "mixture: code 50.0%" in capsys.readouterr().out

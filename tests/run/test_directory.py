@@ -15,6 +15,7 @@ from dtron.run.directory import RunDir
 from dtron.run.metrics import MetricsWriter
 from dtron.run.process import Place
 from dtron.setup.resume import _is_restart
+from tests.training.test_trainer import NO_TRACKERS
 
 KINDS: dict[str, Callable[[Path, Path], object]] = {
     "link": lambda path, victim: path.symlink_to(victim),
@@ -54,7 +55,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     assert run.begun.read_text() == "job"
     run.metrics.unlink()
     run.metrics.symlink_to(victim)
-    MetricsWriter(run.metrics, None, Console(), 1, start_step=0, active=True)
+    MetricsWriter(run.metrics, NO_TRACKERS, Console(), 1, start_step=0, active=True)
     assert victim.read_text() == "theirs"
 
 

@@ -41,6 +41,7 @@ from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 from dtron.parallelisms.gradients import local_part
 from dtron.run.metrics import MetricsWriter
 from dtron.run.process import Place, set_up_logging
+from dtron.run.trackers import Trackers
 from dtron.setup.preflight import preflight
 from dtron.setup.resume_checks import resumed_warmup, schedule_settings
 from dtron.training import step as training_step
@@ -87,6 +88,9 @@ def tiny(run_dir: Path, **changes: Any) -> RunConfig:
         table[last] = value
     values.setdefault("data", {}).setdefault("cache_dir", corpus_cache())
     return RunConfig.of(values)
+
+
+NO_TRACKERS = Trackers([], RunConfig(), Path(), 0)
 
 
 @functools.cache
@@ -976,7 +980,7 @@ def test_a_log_has_all_rows_with_total_and_remaining_time(tmp_path: Path, termin
     console = Console(file=out, force_terminal=terminal, width=200)
     with contextlib.redirect_stdout(out):
         set_up_logging(Place(0, 0, 1), console)
-        writer = MetricsWriter(tmp_path / "rows", None, console, 200, 0, True)
+        writer = MetricsWriter(tmp_path / "rows", NO_TRACKERS, console, 200, 0, True)
         writer.row({"step": 10, "loss": 2.5, "seconds": 0.5})
         writer.row({"step": 200, "loss": 1.25, "validation_loss": 1.5, "seconds": 0.5})
         writer.close()
@@ -1003,7 +1007,7 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 def test_rows_that_fit_in_part_are_written_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path, None, Console(), 3, 0, True)
+    writer = MetricsWriter(path, NO_TRACKERS, Console(), 3, 0, True)
     writer.row({"step": 1, "loss": 1.0})
     before = path.read_text()
     with no_file_beyond(len(before) + 5):
@@ -1034,10 +1038,11 @@ def test_a_failing_tensorboard_is_given_up(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fails)
-    writer = MetricsWriter(tmp_path / "rows", tmp_path / "board", Console(), 2, 0, True)
-    assert writer.writes_tensorboard
+    trackers = Trackers(["tensorboard"], RunConfig(), tmp_path, 0)
+    writer = MetricsWriter(tmp_path / "rows", trackers, Console(), 2, 0, True)
+    assert trackers.names == ["tensorboard"]
     writer.row({"step": 1, "loss": 1.0})
-    assert not writer.writes_tensorboard, "the last line does not send anybody there"
+    assert not trackers.names, "the last line does not send anybody there"
     writer.row({"step": 2, "loss": 1.0})
     writer.close()
     assert len((tmp_path / "rows").read_text().splitlines()) == 2
@@ -1074,7 +1079,7 @@ def test_a_row_looks_at_the_mount_once_in_some_seconds(
     looks, device = [], [1]
     monkeypatch.setattr("dtron.run.metrics._device", lambda _: device[0])
     monkeypatch.setattr("dtron.run.metrics.check_mounted", lambda *_: looks.append(_))
-    writer = MetricsWriter(tmp_path / "rows", None, Console(), 100, 0, True)
+    writer = MetricsWriter(tmp_path / "rows", NO_TRACKERS, Console(), 100, 0, True)
     for step in range(50):
         writer.row({"step": step})
     assert len(looks) == 1

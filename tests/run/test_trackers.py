@@ -1,0 +1,142 @@
+"""Trackers of metrics: TensorBoard, Weights & Biases, MLflow and one's own."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtron.config import RunConfig
+from dtron.errors import ConfigError
+from dtron.run.trackers import Trackers, check_trackers, trackers_of
+from tests.harness import run_ranks
+from tests.training.test_trainer import fit, losses, rows, tiny
+
+
+class Lines:
+    """A tracker that writes a line per call to RUN/tracked."""
+
+    def __init__(self, config: RunConfig, run: Path, first: int) -> None:
+        self.path = run / "tracked"
+        self.write(["open", config.train.steps, first])
+
+    def write(self, line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def row(self, step: int, metrics: Any) -> None:
+        self.write(["row", step, metrics["loss"]])
+
+    def close(self) -> None:
+        self.write(["close"])
+
+
+def fails(*_: object) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+class FailsLater(Lines):
+    def row(self, step: int, metrics: Any) -> None:
+        fails()
+
+
+NOT_CALLABLE = 3
+OWN = "tests.run.test_trackers:Lines"
+
+
+def test_a_tracker_of_ones_own_gets_every_row(tmp_path: Path) -> None:
+    """On rank 0 alone, and a run that resumes opens it at its step."""
+    run = tmp_path / "run"
+    keys: dict[str, Any] = {"metrics__trackers": [OWN], "metrics__log_interval": 1}
+    run_ranks(2, fit, tiny(run, train__steps=2, **keys))
+    run_ranks(2, fit, tiny(run, train__steps=3, checkpoint__resume="latest", **keys))
+    lines = [json.loads(line) for line in (run / "tracked").read_text().splitlines()]
+    first, second, third = ([*each] for each in enumerate(losses(run), 1))
+    wanted = [["open", 2, 0], ["row", *first], ["row", *second], ["close"]]
+    assert lines == [*wanted, ["open", 3, 2], ["row", *third], ["close"]]
+
+
+@pytest.mark.parametrize("name", ["fails", "FailsLater"])
+def test_a_tracker_that_fails_is_given_up(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = f"tests.run.test_trackers:{name}"
+    run_dir, config = tmp_path, tiny(tmp_path)
+    opened = Trackers([own, OWN], config, run_dir, 0)
+    opened.row({"step": 1, "loss": 1.0, "mfu": None})
+    opened.row({"step": 2, "loss": 1.0})
+    opened.close()
+    assert opened.names == [OWN]
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert record.getMessage() == (
+        f"{own}: logging stops: [Errno 28] No space left on device; training continues"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandbb", "'wandbb' is unknown; did you mean wandb?; use tensorboard, wandb, mlflow, or"),
+        ("no_such_module:NAME", "No module named 'no_such_module'"),
+        ("tests.run.test_trackers:Linse", "has no attribute 'Linse'"),
+        ("tests.run.test_trackers:NOT_CALLABLE", "is not a function"),
+        (":NAME", "metrics.trackers: ':NAME': "),
+    ],
+)
+def test_names_are_checked_before_the_start(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_trackers(tiny(tmp_path, metrics__trackers=[name]))
+    assert message in str(error.value)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'wandb' needs a package; pip install 'dtron\[track"):
+        check_trackers(tiny(tmp_path, metrics__trackers=["wandb"]))
+
+
+def test_each_tracker_is_opened_once(tmp_path: Path) -> None:
+    keys = {"metrics__tensorboard": True, "metrics__trackers": ["tensorboard", "mlflow", "mlflow"]}
+    assert trackers_of(tiny(tmp_path, **keys)) == ["tensorboard", "mlflow"]
+
+
+def fit_offline(config: RunConfig) -> None:
+    """Sets what the process of the tests does not hand on."""
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    fit(config)
+
+
+def run_twice(tmp_path: Path, name: str) -> Path:
+    """A run of four steps that is resumed after two."""
+    run = tmp_path / "run"
+    keys: dict[str, Any] = {"metrics__trackers": [name], "metrics__log_interval": 1}
+    run_ranks(1, fit_offline, tiny(run, train__steps=2, **keys))
+    run_ranks(1, fit_offline, tiny(run, train__steps=4, checkpoint__resume="latest", **keys))
+    return run
+
+
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    """Both starts write files of one run."""
+    pytest.importorskip("wandb")
+    run = run_twice(tmp_path, "wandb")
+    name = (run / "wandb-id").read_text().strip()
+    files = sorted((run / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
+    assert len(files) == 2
+    assert b"validation_loss" in files[1].read_bytes()
+
+
+def test_mlflow_continues_its_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    run = run_twice(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{run}/mlflow.db")
+    name = (run / "mlflow-id").read_text().strip()
+    found = client.get_metric_history(name, "loss")
+    assert [(each.step, each.value) for each in found] == [*enumerate(losses(run), 1)]
+    last = client.get_metric_history(name, "validation_loss")[-1]
+    assert last.value == rows(run)[-1]["validation_loss"]
+    kept = client.get_run(name)
+    assert (kept.info.status, kept.data.params["train.steps"]) == ("FINISHED", "2")
