@@ -337,7 +337,7 @@ REFUSED = [
     ('data.mixture=[{name="a", paths=["x"], weight=0}]', "all weights after step 0 are 0"),
     ('data.mixture=[{name="a", paths=["x"], weight=[1, 2]}]', "give a number, or a list of 1"),
     ('data.mixture=[{name="a", paths=["x"], epochs=0}]', "data.mixture.0.epochs = 0: "),
-    ('data.mixture=[{name="a", paths=["x"], wight=1}]', "unknown key data.mixture.0.wight"),
+    ('data.mixture=[{name="a", paths=["x"], share=1}]', "unknown key data.mixture.0.share"),
     ('data.mixture={name="a"}', "write [[data.mixture]]"),
     ('data.mixture=[{name="a", paths=["no.txt"]}]', "/no.txt: No such file"),
     ('data.validation=[{name="a", paths=["no.txt"]}]', "data.validation: a: /"),
