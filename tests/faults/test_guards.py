@@ -1,6 +1,7 @@
 """Loss spikes, corrupted copies and slow ranks are found, on the ranks where they are planted."""
 
 import inspect
+import json
 import logging
 import math
 import sys
@@ -94,6 +95,23 @@ def test_a_spike_is_rolled_back_and_its_batches_are_left_out(tmp_path: Path) -> 
     assert kept == [f"step-{n}" for n in (2, 4, 6, 8)]  # the first step-6 was abandoned
     for name in kept:  # or a run could not resume from it
         assert read_metadata(run_dir / "checkpoints" / name).data["order"] == "groups-1"
+
+
+def test_stages_of_a_mixture_go_back_with_a_rollback(tmp_path: Path) -> None:
+    """Steps 5 and 6, run again with other batches, are in the first stage again."""
+    sources = []
+    for name, weight in (("a", [1, 0]), ("b", [0, 1])):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(f"text of {name}. " * 2000)
+        sources.append({"name": name, "paths": [str(path)], "weight": weight})
+    options = {**WATCHED, "faults__on_spike": "rollback", "faults__rollback_steps": 3}
+    mixture = {"data__mixture": sources, "data__mixture_steps": [6], "train__steps": 8}
+    run_ranks(1, fit_spiking, tiny(tmp_path / "run", **options, **mixture))
+    steps = [row["step"] for row in rows(tmp_path / "run")]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8]
+    metadata = read_metadata(tmp_path / "run/checkpoints/step-8")
+    state = json.loads(str(metadata.data["mixture"]))
+    assert {name: read for name, (read, *_) in state.items()} == {"a": 8 * 8, "b": 4 * 8}
 
 
 def test_a_rollback_discards_steps_that_wait_to_be_repeated(tmp_path: Path) -> None:
