@@ -503,8 +503,8 @@ class Metrics(Section):
     tensorboard: bool = True
     """Write TensorBoard logs."""
     trackers: tuple[Text, ...] = Field(default=(), strict=False)
-    """More trackers that get each row of metrics: `wandb`, `mlflow`, or `MODULE:NAME`, a function
-    of one's own (dtron/run/trackers.py)."""
+    """More trackers that get each row of metrics: `wandb`, `mlflow`, or `MODULE:NAME`, a custom
+    function (dtron/run/trackers.py)."""
     profile_start: int = Field(default=0, ge=0, le=MAX_STEPS)
     """First step that torch.profiler records; 0: no profile."""
     profile_steps: int = Field(default=3, ge=1, le=1000)

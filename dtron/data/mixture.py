@@ -79,6 +79,7 @@ class Mixture(TrainingSource):
         self.sources = {each.name: each for each in sorted(sources, key=lambda each: each.name)}
         self._global_batch, self._steps = global_batch, tuple(stages)
         self._left_out: dict[str, list[float]] = {}  # rows of `state` of sources that were left out
+        self._told = ""
         self.count_from(0, 0)
         self._begin(_Position(0, dict.fromkeys(self.sources, 0)))
 
@@ -131,13 +132,17 @@ class Mixture(TrainingSource):
         ):
             at.since = {name: int(rows[name][1]) for name in at.shares}
         elif k:
-            log.warning(
-                "data.mixture: shares were %s, and are %s from step %d on",
-                _shown(before),
-                _shown(at.shares),
-                self._step_of(k),
+            self._tell(
+                f"data.mixture: shares were {_shown(before)}, and are {_shown(at.shares)} from "
+                f"step {self._step_of(k)} on"
             )
         self._begin(at)
+
+    def _tell(self, message: str) -> None:
+        """Log a warning, once: a start seeks twice, to check and to train."""
+        if message != self._told:
+            log.warning("%s", message)
+        self._told = message
 
     def waste(self) -> Waste | None:
         """Return the sequences of an epoch of every source, and padding and splits by share."""
@@ -173,6 +178,13 @@ class Mixture(TrainingSource):
             f"(then {read[name] / each.epoch:.2f} epochs read)"
             for name, each in self.sources.items()
         )
+
+    def warn_of_end(self, steps: int) -> None:
+        """Warn if every source will have had its epochs within the next `steps` steps."""
+        try:
+            self.summary(steps)
+        except DataError as error:
+            log.warning("%s", error)
 
     def _left(self, name: str, read: Mapping[str, float]) -> float:
         """Return how many sequences of a source are left until it ends."""

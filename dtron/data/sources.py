@@ -115,9 +115,10 @@ def _naming(where: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        if not where:
+        text = str(error).removeprefix("data.paths: ")
+        if not where or text.startswith("data."):  # of a key that all corpora share
             raise
-        raise DataError(f"{where}: {str(error).removeprefix('data.paths: ')}") from None
+        raise DataError(f"{where}: {text}") from error
 
 
 def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:

@@ -180,9 +180,10 @@ def dry_run(config: RunConfig, name: str) -> int:
     found = plan(config, place.world_size, row)
     rate, mixture = 0.0, ""
     if found["legal"]:
-        data = preflight(asked if name else config, place, starts=False).data
+        _, data, resume = preflight(asked if name else config, place, starts=False)
         if isinstance(data.train, Mixture):  # before steps are read from it
-            mixture = f"mixture: {data.train.summary(config.train.steps)}"
+            step = resume.metadata.step if resume.metadata else 0
+            mixture = f"mixture: {data.train.summary(config.train.steps - step)}"
         found["unchecked"] = []  # preflight has checked them
         rate = _rate_of(data.train, config, place.world_size)
     if place.rank == 0:

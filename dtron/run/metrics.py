@@ -134,11 +134,11 @@ class MetricsWriter:
             text += _remaining(row, self._steps)
         log.info("step %*d/%d  %s", len(str(self._steps)), row["step"], self._steps, text)
 
-    def close(self) -> None:
-        """Flush and close everything."""
+    def close(self, failed: bool = False) -> None:
+        """Flush and close everything; `failed`: the run ends by an error."""
         if self._progress is not None:
             self._progress.stop()
-        self.trackers.close()
+        self.trackers.close(failed)
 
     def _write_pending(self, path: Path) -> None:
         """Append all pending rows, or keep them all pending if they cannot be written."""

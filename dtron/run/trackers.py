@@ -3,11 +3,12 @@
     tensorboard   RUN/tensorboard
     wandb         Weights & Biases: project $WANDB_PROJECT (default dtron), RUN/wandb
     mlflow        MLflow: the server or database of $MLFLOW_TRACKING_URI, or RUN/mlflow.db
-    MODULE:NAME   a function of one's own that opens a tracker
+    MODULE:NAME   a custom function that opens a tracker
 
-Only rank 0 opens trackers. A run that resumes continues the run of the tracking service: the id of
-that run is in RUN/wandb-id or RUN/mlflow-id. A tracker that fails is closed with a warning, and
-training continues.
+Only rank 0 opens trackers. Each one has a thread, so that a service that does not answer delays
+neither a step nor the end of the run. A tracker that fails or falls behind is given up with a
+warning. A run that resumes continues the run of the tracking service: the id of that run is in
+RUN/wandb-id or RUN/mlflow-id.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ import importlib
 import importlib.util
 import logging
 import os
+import queue
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +34,10 @@ log = logging.getLogger("dtron")
 Metrics = Mapping[str, float | int]
 _MLFLOW_PARAMS, _MLFLOW_CHARACTERS = 100, 6000
 """Most parameters in a request to MLflow, and characters of a value."""
+_SECONDS = 60
+"""Time limit of a service at the start and at the end of a run."""
+_MOST_ROWS = 10_000
+"""Rows that wait for a tracker at most."""
 
 _GROUPS = (
     ("loss", ("loss", "validation_loss", "mtp_loss")),
@@ -45,14 +52,14 @@ _GROUPS = (
 
 
 class Tracker(Protocol):
-    """Receives the rows of metrics of a run, on rank 0."""
+    """Receives the rows of metrics of a run, on rank 0, in a thread of its own."""
 
     def row(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, by name; all values are finite numbers."""
         ...
 
-    def close(self) -> None:
-        """Write what is pending; the run has ended."""
+    def close(self, failed: bool) -> None:
+        """Write what is pending; the run has ended, by an error if `failed`."""
         ...
 
 
@@ -74,7 +81,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._board.add_scalar(tag_of(name), value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Write what is pending."""
         self._board.close()
 
@@ -92,6 +99,9 @@ class WeightsAndBiases:
             dir=run,
             config=config.model_dump(mode="json"),
             resume="allow",
+            settings=wandb.Settings(
+                init_timeout=_SECONDS, login_timeout=_SECONDS, finish_timeout=_SECONDS
+            ),
         )
         self._run.define_metric("*", step_metric="step")  # repeated steps may be logged again
 
@@ -99,9 +109,9 @@ class WeightsAndBiases:
         """Log the metrics of a step."""
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Send what is pending."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
@@ -118,19 +128,24 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(name)
 
         def begin() -> str:
-            created = self._client.create_run(experiment, run_name=run.resolve().name)
-            params = [
-                Param(f"{section}.{key}", str(value)[:_MLFLOW_CHARACTERS])
-                for section, keys in config.model_dump(mode="json").items()
-                for key, value in keys.items()
-            ]
-            for i in range(0, len(params), _MLFLOW_PARAMS):
-                some = params[i : i + _MLFLOW_PARAMS]
-                self._client.log_batch(created.info.run_id, params=some)
-            return created.info.run_id
+            return self._client.create_run(experiment, run_name=run.resolve().name).info.run_id
 
-        self._id = id_of_run(run / "mlflow-id", begin)
-        self._client.update_run(self._id, status="RUNNING")
+        path = run / "mlflow-id"
+        self._id = id_of_run(path, begin)
+        try:
+            self._client.update_run(self._id, status="RUNNING")
+        except mlflow.MlflowException:  # of another server, or deleted
+            path.unlink()
+            self._id = id_of_run(path, begin)
+        known = self._client.get_run(self._id).data.params
+        params = [
+            Param(f"{section}.{key}", str(value)[:_MLFLOW_CHARACTERS])
+            for section, keys in config.model_dump(mode="json").items()
+            for key, value in keys.items()
+            if f"{section}.{key}" not in known  # MLflow's parameters do not change
+        ]
+        for i in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(self._id, params=params[i : i + _MLFLOW_PARAMS])
 
     def row(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step."""
@@ -140,17 +155,17 @@ class MLflow:
         found = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=found)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Note that the run has ended."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[str, tuple[OpenTracker, str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WeightsAndBiases, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
+TRACKERS: dict[str, tuple[OpenTracker, tuple[str, ...]]] = {
+    "tensorboard": (TensorBoard, ("tensorboard",)),
+    "wandb": (WeightsAndBiases, ("wandb",)),
+    "mlflow": (MLflow, ("mlflow", "sqlalchemy", "alembic")),
 }
-"""Name -> function that opens the tracker, and the module that it needs."""
+"""Name -> function that opens the tracker, and the modules that it needs."""
 
 
 def id_of_run(path: Path, begin: Callable[[], str]) -> str:
@@ -176,11 +191,12 @@ def check_trackers(config: RunConfig) -> None:
         elif name not in TRACKERS:
             raise ConfigError(
                 f"metrics.trackers: {name!r} is unknown{nearest(name, TRACKERS)}; use "
-                f"{', '.join(TRACKERS)}, or MODULE:NAME for a function of your own"
+                f"{', '.join(TRACKERS)}, or MODULE:NAME for a custom function"
             )
-        elif importlib.util.find_spec(TRACKERS[name][1]) is None:
+        elif lacking := [x for x in TRACKERS[name][1] if importlib.util.find_spec(x) is None]:
+            extra = "tensorboard" if name == "tensorboard" else "'dtron[trackers]'"
             raise ConfigError(
-                f"metrics.trackers: {name!r} needs a package; pip install 'dtron[trackers]'"
+                f"metrics.trackers: {name!r} needs {', '.join(lacking)}; pip install {extra}"
             )
 
 
@@ -190,8 +206,8 @@ def _own(name: str) -> OpenTracker:
     try:
         with _working_directory_on_path():
             found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"metrics.trackers: {name!r}: {error}") from None
+    except Exception as error:  # of the user's code
+        raise ConfigError(f"metrics.trackers: {name!r}: {error}") from error
     if not callable(found):
         raise ConfigError(f"metrics.trackers: {name!r} is not a function")
     return cast(OpenTracker, found)
@@ -211,7 +227,7 @@ def _working_directory_on_path() -> Iterator[None]:
 
 
 class Trackers:
-    """All trackers of a run; without effect on ranks other than 0.
+    """All trackers of a run; none on ranks other than 0.
 
     Args:
         names: from `trackers_of`.
@@ -221,42 +237,77 @@ class Trackers:
     """
 
     def __init__(self, names: Iterable[str], config: RunConfig, run: Path, first: int) -> None:
-        self._open: dict[str, Tracker] = {}
-        for name in names:
-            with self._or_none(name):
-                opener = _own(name) if ":" in name else TRACKERS[name][0]
-                self._open[name] = opener(config, run, first)
+        self._threads = [_TrackerThread(name, config, run, first) for name in names]
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the trackers that have not failed."""
-        return list(self._open)
+        return [each.name for each in self._threads if not each.failed]
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
-        """Log one row: `step`, and metrics by name; values that are not finite are left out."""
+        """Log one row: `step`, and metrics by name; None is left out."""
         metrics = {
             name: value
             for name, value in row.items()
             if name not in ("step", "batch") and value is not None
         }
-        for name, tracker in list(self._open.items()):
-            with self._or_none(name):
-                tracker.row(int(row["step"] or 0), metrics)
+        for each in self._threads:
+            each.put((int(row["step"] or 0), metrics))
 
-    def close(self) -> None:
-        """Close all trackers."""
-        for name, tracker in list(self._open.items()):
-            with self._or_none(name):
-                tracker.close()
+    def close(self, failed: bool = False) -> None:
+        """Close all trackers; wait at most _SECONDS for each.
 
-    @contextlib.contextmanager
-    def _or_none(self, name: str) -> Iterator[None]:
-        """Give a tracker up after an error in this context, also of a thread of the tracker."""
+        Args:
+            failed: whether the run ends by an error.
+        """
+        for each in self._threads:
+            each.end(failed)
+
+
+class _TrackerThread:
+    """Runs one tracker in a thread."""
+
+    def __init__(self, name: str, config: RunConfig, run: Path, first: int) -> None:
+        self.name, self.failed = name, False
+        self._rows: queue.Queue[tuple[int, Metrics] | bool] = queue.Queue(_MOST_ROWS)
+        opener = _own(name) if ":" in name else TRACKERS[name][0]
+        work = (opener, config, run, first)
+        self._thread = threading.Thread(target=self._work, args=work, daemon=True)
+        self._thread.start()
+
+    def put(self, row: "tuple[int, Metrics] | bool") -> None:
+        """Hand over a row, or whether the run has failed at its end."""
+        if self.failed:
+            return
         try:
-            yield
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._give_up(f"it is {_MOST_ROWS} rows behind")
+
+    def end(self, failed: bool) -> None:
+        """Close the tracker."""
+        self.put(failed)
+        self._thread.join(0 if self.failed else _SECONDS)
+        if self._thread.is_alive():
+            self._give_up(f"it has not ended after {_SECONDS} s")
+
+    def _work(self, opener: OpenTracker, config: RunConfig, run: Path, first: int) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = opener(config, run, first)
+            while not isinstance(row := self._rows.get(), bool):
+                tracker.row(*row)
+            tracker.close(row)
         except Exception as error:
-            self._open.pop(name, None)
-            log.warning("%s: logging stops: %s; training continues", name, error)
+            self._give_up(error)
+            if tracker is not None:
+                with contextlib.suppress(Exception):
+                    tracker.close(True)
+
+    def _give_up(self, why: object) -> None:
+        if not self.failed:
+            self.failed = True
+            log.warning("%s: logging stops: %s; training continues", self.name, why)
 
 
 def tag_of(name: str) -> str:

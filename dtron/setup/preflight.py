@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.initial_weights import (
     InitialWeights,
     check_same_model,
@@ -123,12 +124,22 @@ def preflight(
     if config.checkpoint.initial and not resume.checkpoint:
         resume = replace(resume, initial=_open_initial(config, model.config, tokenizer))
     data = _open_data(config, tokenizer, place)
-    if isinstance(data.train, Mixture) and not resume.checkpoint:
-        data.train.summary(config.train.steps)  # raises where epochs end before the run
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
+    if isinstance(data.train, Mixture):
+        _check_epochs(data.train, config, resume.metadata)
     return Preflight(model, data, resume)
+
+
+def _check_epochs(mixture: Mixture, config: RunConfig, resumed: CheckpointMetadata | None) -> None:
+    """Raise DataError if the epochs of all sources end before the run; seeks where it begins."""
+    step = resumed.step if resumed else 0
+    if resumed and "sequence" in resumed.data:
+        k = int(resumed.data["sequence"])
+        mixture.count_from(step, k)
+        mixture.seek(k, resumed.data)
+    mixture.summary(config.train.steps - step)
 
 
 def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:

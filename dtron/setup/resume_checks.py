@@ -81,7 +81,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
     The optimizer state depends on `optim.name` and `optim.moments`; the position in the data on
     `data.*`, `train.seed` and `train.seq_len`; and later updates on `_UPDATES`.
     """
-    # Their effect is another: `Mixture.seek` logs changed shares.
+    # Compared by name in `check_data` and `Mixture.seek`.
     by_name = {"mixture", "mixture_steps", "validation"}
     data = config.data.model_dump(mode="json", exclude={"cache_dir", *by_name})
     values = config.model_dump(mode="json")

@@ -128,7 +128,7 @@ class RunInfo:
         if (float8 := self.builder.setup.float8) is not None:
             float8.announce(self.place.device, DTYPES[train.dtype])
         waste = self.data.train.waste() or "padding of a stream is not known in advance"
+        log.info("packing %s: %s", self.config.data.packing, waste)
         if isinstance(self.data.train, Mixture):
             left = train.steps - info["start_step"]
-            waste = f"mixture of the next {left:,} steps: {self.data.train.summary(left)}"
-        log.info("packing %s: %s", self.config.data.packing, waste)
+            log.info("mixture of the next %d steps: %s", left, self.data.train.summary(left))

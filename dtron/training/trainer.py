@@ -26,6 +26,7 @@ from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, Loader
 from dtron.data.mixture import Mixture
+from dtron.data.sources import CONTENT
 from dtron.data.stream import merged
 from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
@@ -158,8 +159,10 @@ class Trainer:
         self.guards.begin(self.step)
         self.attempts.mark("loaded")
         gc.disable()  # `_one_step` collects garbage, at the same step on all ranks
+        failed = True
         try:
             self._train(stop)
+            failed = False
         except CheckpointError:  # on all ranks: a save failed
             stop.end()
             raise
@@ -171,8 +174,8 @@ class Trainer:
         finally:
             gc.enable()
             self.guards.end()
-            self.writer.close()
             self.batches.loader.close(seconds=5)  # a store may be silent for longer
+            self.writer.close(failed)
 
     # -- building ---------------------------------------------------------------------------
 
@@ -212,6 +215,7 @@ class Trainer:
             self.rundir.note_checkpoint,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
+        self.contents: dict[str, int | str] = {}  # of sources of a mixture that were left out too
         self.rollback = Rollback(config.faults, self.resume.locations, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
         self.attempts.mark("built")
@@ -250,6 +254,7 @@ class Trainer:
         assert metadata is not None, "its metadata was read"
         self.checkpointer.load(checkpoint)
         self.batches.loader.load_state_dict(metadata.data, metadata.step)
+        self.contents = {k: v for k, v in metadata.data.items() if k.startswith(f"{CONTENT}:")}
         self.step, self.tokens = metadata.step, metadata.tokens
         self.warmup = resumed_warmup(config, metadata)
         self.run.step.skipped += metadata.skipped
@@ -483,7 +488,8 @@ class Trainer:
 
     def _data_state(self) -> dict[str, int | str]:
         """Return the loader's position and the data's identity; with a stream, a collective."""
-        state = {**self.batches.loader.state_dict(), **self.data_setup.identity}
+        own = self.data_setup.identity
+        state = {**self.contents, **self.batches.loader.state_dict(), **own}
         if not self.config.data.hf_streaming:
             return state
         states = [state] * self.place.world_size
@@ -502,6 +508,7 @@ class Trainer:
         if isinstance(self.data_setup.train, Mixture):  # its stages begin at steps
             loader = self.batches.loader
             loader.load_state_dict(loader.state_dict(), self.step)
+            self.data_setup.train.warn_of_end(self.config.train.steps - self.step)
         metadata = replace(metadata, data=self._data_state())
         self.checkpointer.saver.run_on_first(lambda: self._skip_batches(checkpoint, metadata))
         self.throughput.restart()

@@ -297,6 +297,11 @@ def test_what_a_source_holds_may_not_change(tmp_path: Path, corpora: dict) -> No
     renamed = [{**keys["data__mixture"][0], "paths": [str(corpora["other"])]}, added[1]]
     with pytest.raises(ConfigError, match=r"data\.mixture: .* was trained with other data of web"):
         preflight(tiny(run, **{**keys, **resume, "data__mixture": renamed}), PLACE)
+    run_ranks(1, fit, tiny(run, **{**keys, **resume, "data__mixture": added[1:]}))  # without web
+    again = {**keys, **resume, "train__steps": 3}
+    with pytest.raises(ConfigError, match=r"was trained with other data of web"):
+        preflight(tiny(run, **{**again, "data__mixture": renamed}), PLACE)
+    preflight(tiny(run, **again), PLACE)
     paths = {"data__paths": [str(corpora["web"])]}
     with pytest.raises(ConfigError, match=r"data\.paths = .* was trained with other data"):
         preflight(tiny(run, **paths, **resume), PLACE)

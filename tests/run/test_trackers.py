@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.run import trackers
 from dtron.run.trackers import Trackers, check_trackers, trackers_of
+from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, losses, rows, tiny
 
@@ -29,8 +33,8 @@ class Lines:
     def row(self, step: int, metrics: Any) -> None:
         self.write(["row", step, metrics["loss"]])
 
-    def close(self) -> None:
-        self.write(["close"])
+    def close(self, failed: bool) -> None:
+        self.write(["close", failed])
 
 
 def fails(*_: object) -> Any:
@@ -40,6 +44,13 @@ def fails(*_: object) -> Any:
 class FailsLater(Lines):
     def row(self, step: int, metrics: Any) -> None:
         fails()
+
+
+class Hangs(Lines):
+    """A service that does not answer."""
+
+    def row(self, step: int, metrics: Any) -> None:
+        threading.Event().wait()
 
 
 NOT_CALLABLE = 3
@@ -54,8 +65,8 @@ def test_a_tracker_of_ones_own_gets_every_row(tmp_path: Path) -> None:
     run_ranks(2, fit, tiny(run, train__steps=3, checkpoint__resume="latest", **keys))
     lines = [json.loads(line) for line in (run / "tracked").read_text().splitlines()]
     first, second, third = ([*each] for each in enumerate(losses(run), 1))
-    wanted = [["open", 2, 0], ["row", *first], ["row", *second], ["close"]]
-    assert lines == [*wanted, ["open", 3, 2], ["row", *third], ["close"]]
+    wanted = [["open", 2, 0], ["row", *first], ["row", *second], ["close", False]]
+    assert lines == [*wanted, ["open", 3, 2], ["row", *third], ["close", False]]
 
 
 @pytest.mark.parametrize("name", ["fails", "FailsLater"])
@@ -73,6 +84,42 @@ def test_a_tracker_that_fails_is_given_up(
     assert record.getMessage() == (
         f"{own}: logging stops: [Errno 28] No space left on device; training continues"
     )
+
+
+def test_a_tracker_that_does_not_answer_delays_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_SECONDS", 0.2)
+    own = "tests.run.test_trackers:Hangs"
+    opened = Trackers([own], tiny(tmp_path), tmp_path, 0)
+    begin = time.monotonic()
+    opened.row({"step": 1, "loss": 1.0})
+    assert time.monotonic() - begin < 0.1
+    opened.close()
+    assert time.monotonic() - begin < 5
+    monkeypatch.setattr(trackers, "_MOST_ROWS", 2)
+    opened = Trackers([own], tiny(tmp_path), tmp_path, 0)
+    for step in range(4):
+        opened.row({"step": step, "loss": 1.0})
+    assert not opened.names
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert messages == [
+        f"{own}: logging stops: it has not ended after 0.2 s; training continues",
+        f"{own}: logging stops: it is 2 rows behind; training continues",
+    ]
+
+
+def fit_to_an_error(config: RunConfig) -> None:
+    trainer = Trainer(config)
+    trainer._log = fails  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="No space"):
+        trainer.fit()
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"metrics__trackers": [OWN], "metrics__log_interval": 1}
+    run_ranks(1, fit_to_an_error, tiny(tmp_path / "run", **keys))
+    assert json.loads((tmp_path / "run/tracked").read_text().splitlines()[-1]) == ["close", True]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +140,7 @@ def test_names_are_checked_before_the_start(tmp_path: Path, name: str, message: 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'wandb' needs a package; pip install 'dtron\[track"):
+    with pytest.raises(ConfigError, match=r"'wandb' needs wandb; pip install 'dtron\[track"):
         check_trackers(tiny(tmp_path, metrics__trackers=["wandb"]))
 
 
@@ -103,7 +150,7 @@ def test_each_tracker_is_opened_once(tmp_path: Path) -> None:
 
 
 def fit_offline(config: RunConfig) -> None:
-    """Sets what the process of the tests does not hand on."""
+    """Set environment variables in the rank's process."""
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     fit(config)
