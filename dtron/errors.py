@@ -259,14 +259,8 @@ def _key_error(
     if first["type"] == "missing":
         return f"{key} is required and has no default; set it"
     shown = shorten(repr(first["input"]))
-    if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], dict):
-        return f"{key} = {shown} is not a list; write [[{key}]]"
-    if first["type"] in ("tuple_type", "list_type") and any(p.isdigit() for p in key.split(".")):
-        fix = f"{key.rpartition('.')[2]} = {json.dumps([first['input']], default=str)}"
-        return f"{key} = {shown} is not a list; write {fix}"
     if first["type"] in ("tuple_type", "list_type"):
-        fix = f"{key}='{json.dumps([first['input']], default=str)}'"
-        return f"{key} = {shown} is not a list; write {fix}"
+        return f"{key} = {shown} is not a list; write {_as_list(key, first['input'])}"
     if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
         return f"{key} = {shown}: {key} is a section; write [{key}]"
     rule = first["msg"].removeprefix("Value error, ")
@@ -274,6 +268,15 @@ def _key_error(
         rule = f'{rule.replace(" or ", ", ")} or "auto"'
     hint = _hint_of_value(key, first)
     return f"{key} = {shown}: {rule}{hint}"
+
+
+def _as_list(key: str, value: Any) -> str:
+    """Return how to write a list of one value: in TOML for tables, else for the command line."""
+    if isinstance(value, dict):
+        return f"[[{key}]]"
+    listed, parts = json.dumps([value], default=str), key.split(".")
+    in_table = any(part.isdigit() for part in parts)
+    return f"{parts[-1]} = {listed}" if in_table else f"{key}='{listed}'"
 
 
 _NUMBERS = {"int_type": r"[+-]?\d+", "float_type": r"(?i)[+-]?\d+(\.\d*)?(e[+-]?\d+)?"}

@@ -27,9 +27,8 @@ class MixtureSource(Section):
     @field_validator("weight")
     @classmethod
     def _check_weight(cls, weight: float | tuple[float, ...]) -> float | tuple[float, ...]:
-        if any(
-            not 0 <= each <= 1e6 for each in (weight if isinstance(weight, tuple) else [weight])
-        ):
+        weights = weight if isinstance(weight, tuple) else (weight,)
+        if any(not 0 <= each <= 1e6 for each in weights):
             raise ValueError("a weight is at least 0 and at most 1,000,000")
         return weight
 

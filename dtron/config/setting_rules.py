@@ -155,7 +155,12 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "hf",
         needs='data.source = "files" or "prepared"',
     ),
-    Rule("data.mixture_steps", needs="data.mixture"),
+    Rule(
+        "data.mixture_steps",
+        lambda c: any(isinstance(each.weight, tuple) for each in c.data.mixture),
+        needs="data.mixture with a list as a weight",
+    ),
+    Rule("data.validation", needs="train.eval_sequences"),
     Rule(
         "data.text_key",
         lambda c: c.data.source != "prepared",

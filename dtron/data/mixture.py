@@ -26,8 +26,8 @@ from dtron.data.packing import Packed, State, TrainingSource, Waste
 from dtron.errors import DataError
 
 log = logging.getLogger("dtron")
-_SAME = 1e-9
-"""Shares that differ by less are equal: weights of 7 and 3 are weights of 0.7 and 0.3."""
+_TOLERANCE = 1e-9
+"""Relative difference of equal shares: weights of 7 and 3 are weights of 0.7 and 0.3."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Mixture(TrainingSource):
         self.sources = {each.name: each for each in sorted(sources, key=lambda each: each.name)}
         self._global_batch, self._steps = global_batch, tuple(stages)
         self._left_out: dict[str, list[float]] = {}  # rows of `state` of sources that were left out
-        self._told = ""
+        self._warned = ""
         self.count_from(0, 0)
         self._begin(_Position(0, dict.fromkeys(self.sources, 0)))
 
@@ -128,21 +128,22 @@ class Mixture(TrainingSource):
         self._at = at = _Position(k, read)
         self._refreshed()
         if before.keys() == at.shares.keys() and all(
-            math.isclose(share, at.shares[name], rel_tol=_SAME) for name, share in before.items()
+            math.isclose(share, at.shares[name], rel_tol=_TOLERANCE)
+            for name, share in before.items()
         ):
             at.since = {name: int(rows[name][1]) for name in at.shares}
         elif k:
-            self._tell(
+            self._warn_once(
                 f"data.mixture: shares were {_shown(before)}, and are {_shown(at.shares)} from "
                 f"step {self._step_of(k)} on"
             )
         self._begin(at)
 
-    def _tell(self, message: str) -> None:
+    def _warn_once(self, message: str) -> None:
         """Log a warning, once: a start seeks twice, to check and to train."""
-        if message != self._told:
+        if message != self._warned:
             log.warning("%s", message)
-        self._told = message
+        self._warned = message
 
     def waste(self) -> Waste | None:
         """Return the sequences of an epoch of every source, and padding and splits by share."""
@@ -233,7 +234,7 @@ class Mixture(TrainingSource):
         weights = {
             name: each.weights[stage]
             for name, each in self.sources.items()
-            if each.weights[stage] and self._left(name, read) > _SAME
+            if each.weights[stage] and self._left(name, read) > _TOLERANCE
         }
         total = math.fsum(weights.values())
         ends = self._stages[stage] if stage < len(self._stages) else math.inf

@@ -30,7 +30,7 @@ from dtron.plan.run_shape import Resolved
 from dtron.plan.search import HEADROOM, search
 from dtron.run.process import Place
 from dtron.setup.automatic import Automatic
-from dtron.setup.preflight import preflight
+from dtron.setup.preflight import mixture_of, preflight
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -181,9 +181,7 @@ def dry_run(config: RunConfig, name: str) -> int:
     rate, mixture = 0.0, ""
     if found["legal"]:
         _, data, resume = preflight(asked if name else config, place, starts=False)
-        if isinstance(data.train, Mixture):  # before steps are read from it
-            step = resume.metadata.step if resume.metadata else 0
-            mixture = f"mixture: {data.train.summary(config.train.steps - step)}"
+        mixture = mixture_of(data, config, resume)
         found["unchecked"] = []  # preflight has checked them
         rate = _rate_of(data.train, config, place.world_size)
     if place.rank == 0:
@@ -193,7 +191,7 @@ def dry_run(config: RunConfig, name: str) -> int:
                 f"{place.world_size} ranks"
             )
         if mixture:
-            print(mixture)
+            print(f"mixture: {mixture}")
         _print_automatic(automatic)
         print_plan(_console(), found)
         if found["legal"] and found["time"]:

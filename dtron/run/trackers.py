@@ -187,7 +187,7 @@ def check_trackers(config: RunConfig) -> None:
     """Raise ConfigError if a tracker is unknown, or if its package is not installed."""
     for name in trackers_of(config):
         if ":" in name:
-            _own(name)
+            _custom(name)
         elif name not in TRACKERS:
             raise ConfigError(
                 f"metrics.trackers: {name!r} is unknown{nearest(name, TRACKERS)}; use "
@@ -200,7 +200,7 @@ def check_trackers(config: RunConfig) -> None:
             )
 
 
-def _own(name: str) -> OpenTracker:
+def _custom(name: str) -> OpenTracker:
     """Import MODULE:NAME; modules in the working directory are found too."""
     module, _, attribute = name.partition(":")
     try:
@@ -270,7 +270,7 @@ class _TrackerThread:
     def __init__(self, name: str, config: RunConfig, run: Path, first: int) -> None:
         self.name, self.failed = name, False
         self._rows: queue.Queue[tuple[int, Metrics] | bool] = queue.Queue(_MOST_ROWS)
-        opener = _own(name) if ":" in name else TRACKERS[name][0]
+        opener = _custom(name) if ":" in name else TRACKERS[name][0]
         work = (opener, config, run, first)
         self._thread = threading.Thread(target=self._work, args=work, daemon=True)
         self._thread.start()

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.initial_weights import (
     InitialWeights,
     check_same_model,
@@ -127,19 +126,31 @@ def preflight(
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
-    if isinstance(data.train, Mixture):
-        _check_epochs(data.train, config, resume.metadata)
+    mixture_of(data, config, resume)  # raises where epochs end before the run
     return Preflight(model, data, resume)
 
 
-def _check_epochs(mixture: Mixture, config: RunConfig, resumed: CheckpointMetadata | None) -> None:
-    """Raise DataError if the epochs of all sources end before the run; seeks where it begins."""
-    step = resumed.step if resumed else 0
-    if resumed and "sequence" in resumed.data:
-        k = int(resumed.data["sequence"])
-        mixture.count_from(step, k)
-        mixture.seek(k, resumed.data)
-    mixture.summary(config.train.steps - step)
+def mixture_of(data: DataSetup, config: RunConfig, resume: ResumeState) -> str:
+    """Return what the rest of a run reads of each source of its mixture; "": it has no mixture.
+
+    The mixture does not move, since ranks may still agree on another checkpoint.
+
+    Raises:
+        DataError: the epochs of all sources end before the run.
+    """
+    mixture, metadata = data.train, resume.metadata
+    if not isinstance(mixture, Mixture):
+        return ""
+    if metadata is None or "sequence" not in metadata.data:
+        return mixture.summary(config.train.steps)
+    first = int(metadata.data["sequence"])
+    mixture.count_from(metadata.step, first)
+    mixture.seek(first, metadata.data)
+    try:
+        return mixture.summary(config.train.steps - metadata.step)
+    finally:
+        mixture.count_from(0, 0)
+        mixture.seek(0, {})
 
 
 def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:

@@ -347,13 +347,21 @@ REFUSED = [
     ('data.mixture=[{name="a", paths=["no.txt"]}]', "/no.txt: No such file"),
     ('data.validation=[{name="a", paths=["no.txt"]}]', "data.validation: a: /"),
     ("data.mixture_steps=[3]", "data.mixture_steps = (3,) has no effect without data.mixture"),
+    (
+        'data.mixture=[{name="a", paths=["x"]}] && data.mixture_steps=[3]',
+        "data.mixture_steps = (3,) has no effect without data.mixture with a list as a weight",
+    ),
+    (
+        'data.validation=[{name="a", paths=["x"]}] && train.eval_sequences=0',
+        "has no effect without train.eval_sequences",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED)
 def test_mixtures_that_are_refused(override: str, message: str) -> None:
     with pytest.raises((ConfigError, DataError)) as error:
-        preflight(RunConfig.load("configs/quickstart.toml", [override]), PLACE)
+        preflight(RunConfig.load("configs/quickstart.toml", override.split(" && ")), PLACE)
     assert message in str(error.value)
 
 
@@ -392,3 +400,10 @@ def test_a_run_of_stages_and_epochs(
         preflight(tiny(tmp_path / "longer", **{**keys, "train__steps": 5}), PLACE)
     assert dry_run(tiny(tmp_path / "planned", **keys), "h200") == 0
     assert "mixture: code 50.0%" in capsys.readouterr().out
+    resume = {"checkpoint__resume": str(run / "checkpoints/step-4"), "train__steps": 5}
+    more = [{**web, "weight": [1, 1]}, {**code, "weight": [0, 0]}]
+    keys = {**keys, **resume, "data__mixture": more}
+    assert dry_run(tiny(tmp_path / "planned", **keys), "h200") == 0
+    assert "mixture: code 0.0% (then " in capsys.readouterr().out
+    setup = preflight(tiny(tmp_path / "planned", **keys), PLACE)
+    assert setup.data.train.state(0), "it has not moved: ranks may agree to begin anew"
