@@ -180,10 +180,10 @@ def dry_run(config: RunConfig, name: str) -> int:
     found = plan(config, place.world_size, row)
     rate, mixture = 0.0, ""
     if found["legal"]:
-        _, data, resume = preflight(asked if name else config, place, starts=False)
-        mixture = mixture_of(data, config, resume)
+        checked = preflight(asked if name else config, place, starts=False)
+        mixture = mixture_of(checked.data.train, config, checked.resume)
         found["unchecked"] = []  # preflight has checked them
-        rate = _rate_of(data.train, config, place.world_size)
+        rate = _rate_of(checked.data.train, config, place.world_size)
     if place.rank == 0:
         if found["legal"]:
             print(

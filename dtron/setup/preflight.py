@@ -126,21 +126,21 @@ def preflight(
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
-    mixture_of(data, config, resume)  # raises where epochs end before the run
+    mixture_of(data.train, config, resume)  # raises where epochs end before the run
     return Preflight(model, data, resume)
 
 
-def mixture_of(data: DataSetup, config: RunConfig, resume: ResumeState) -> str:
-    """Return what the rest of a run reads of each source of its mixture; "": it has no mixture.
+def mixture_of(mixture: TrainingSource, config: RunConfig, resume: ResumeState) -> str:
+    """Return what the rest of a run reads of each source of a mixture; "": it is no mixture.
 
     The mixture does not move, since ranks may still agree on another checkpoint.
 
     Raises:
         DataError: the epochs of all sources end before the run.
     """
-    mixture, metadata = data.train, resume.metadata
     if not isinstance(mixture, Mixture):
         return ""
+    metadata = resume.metadata
     if metadata is None or "sequence" not in metadata.data:
         return mixture.summary(config.train.steps)
     first = int(metadata.data["sequence"])

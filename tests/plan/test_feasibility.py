@@ -140,7 +140,7 @@ def test_a_dry_run_that_passes_has_looked_for_it(
 ) -> None:
     for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
-    passed = SimpleNamespace(data=SimpleNamespace(train=None))
+    passed = SimpleNamespace(data=SimpleNamespace(train=None), resume=None)
     monkeypatch.setattr("dtron.plan.command.preflight", lambda *_, **__: passed)
     monkeypatch.setattr("dtron.plan.command._rate_of", lambda *_: 1e6)
     words = ["parallel.dispatcher=deepep", "parallel.ep=2", "train.dtype=bfloat16"]
