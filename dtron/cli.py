@@ -150,6 +150,18 @@ def _data(arguments: Sequence[str]) -> int:
     return _to_reader(lambda: data(arguments))
 
 
+def _eval(arguments: Sequence[str]) -> int:
+    from dtron.inference.command import evaluate  # imports torch, which --help does not need
+
+    return _to_reader(lambda: evaluate(arguments))
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    from dtron.inference.command import generate  # imports torch, which --help does not need
+
+    return _to_reader(lambda: generate(arguments))
+
+
 def _to_reader(command: Callable[[], int]) -> int:
     """Run a command that prints; return `_CLOSED` if the reader closes the pipe, as `head` does."""
     try:
@@ -166,6 +178,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (_plan, "predict the memory and speed of a run, without a GPU"),
     "data": (_data, "prepare, show and count training data"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
+    "eval": (_eval, "print the loss of trained weights on validation sets"),
+    "generate": (_generate, "continue a text with trained weights"),
     "convert": (
         _convert,
         "convert Hugging Face folders to checkpoints and back",
@@ -181,7 +195,7 @@ def _unknown_command(words: Sequence[str]) -> str:
 
 
 def _commands_help() -> str:
-    lines = [f"  {name:8}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:10}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(["usage: dtron COMMAND ...; dtron COMMAND --help", "", *lines])
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from dtron.checkpoint.async_staging import Background, Staging
 from dtron.checkpoint.dcp_storage import ShardReader, WriteFile
@@ -29,6 +27,7 @@ from dtron.checkpoint.directory import CheckpointMetadata, step_of, unreadable
 from dtron.checkpoint.locations import CheckpointLocation, location_of
 from dtron.checkpoint.save import OnCommit, Saver, first_cause
 from dtron.checkpoint.save_plan import CachedSavePlanner
+from dtron.checkpoint.stored_model import Held, StoredModel
 from dtron.config import Checkpoint
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location
@@ -42,9 +41,6 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 class Checkpointer:
     """Saves and loads the state of one run. Construct it on all ranks together.
-
-    Tensors are stored under their names in the whole model and without padding, so that any layout
-    of ranks and stages can read them.
 
     Args:
         locations: where checkpoints are written, the durable location last.
@@ -71,18 +67,7 @@ class Checkpointer:
         seconds = options.timeout_seconds
         self.saver = Saver(seconds, locations[0].folder, None if copies else on_commit)
         self.copier = Saver(seconds, locations[-1].folder, on_commit) if copies else None
-        self.model = nn.ModuleDict({str(stage): part for stage, part in applied.parts.items()})
-        self.names = {
-            f"{stage}.{fqn}": applied.names[fqn]
-            for stage, part in applied.parts.items()
-            for fqn, _ in part.named_parameters(remove_duplicate=False)
-        }
-        self.names |= {  # biases of routers are buffers and saved too
-            f"{stage}.{fqn}": fqn
-            for stage, part in applied.parts.items()
-            for fqn, _ in part.named_buffers()
-        }
-        self.rows = applied.padded_rows
+        self.stored = StoredModel(applied)
         self.plan, self.staging = CachedSavePlanner(), Staging()
         self._running: Background | None = None
         self._written: int | None = None
@@ -266,84 +251,30 @@ class Checkpointer:
             dcp.load(state, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise unreadable(path, str(first_cause(error))) from error
-        self._fill_copies(held)
-        set_model_state_dict(self.model, held["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, held["optimizer"], options=_FLAT)
+        self.stored.fill_copies(held)
+        set_model_state_dict(self.stored.module, held["model"])
+        set_optimizer_state_dict(
+            self.stored.module, self.optimizer, held["optimizer"], options=_FLAT
+        )
         if "rng" in state:
             _set_rng(state["rng"])
         self._written = step_of(path) if location_of(self.locations[:-1], path) else None
 
-    def load_weights(self, reader: dcp.StorageReader, where: Location) -> None:
-        """Load weights only, in place; all ranks call it together.
-
-        Args:
-            reader: a reader of tensors by their names in the whole model.
-            where: path of the weights, for error messages.
-        Raises:
-            CheckpointError: a tensor is missing, cannot be read, or has the wrong shape.
-        """
-        # Not `_local_state`: torch would step the optimizer in order to create its state.
-        held: dict[str, dict[str, Any]] = {"model": get_model_state_dict(self.model)}
-        state = {"model": self._stored_state({**held, "optimizer": {}})["model"]}
-        try:
-            dcp.load(state, storage_reader=reader, process_group=self.group)
-        except dcp.CheckpointException as error:
-            raise CheckpointError(f"{where} cannot be loaded: {first_cause(error)}") from error
-        self._fill_copies(held)
-        set_model_state_dict(self.model, held["model"])
-
-    def _local_state(self) -> dict[str, dict[str, Any]]:
-        """Return weights and optimizer state of this rank's stages, by FQN in `self.model`."""
+    def _local_state(self) -> Held:
+        """Return weights and optimizer state of this rank's stages, by FQN in `stored.module`."""
         return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),
+            "model": get_model_state_dict(self.stored.module),
+            "optimizer": get_optimizer_state_dict(
+                self.stored.module, self.optimizer, options=_FLAT
+            ),
         }
 
-    def _stored_state(self, held: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _stored_state(self, held: Held) -> Held:
         """Return all tensors of a checkpoint by kind and stored name.
 
-        These are weights and optimizer state, as views without padding (tied weights once), RNG
-        state, and float8 amax histories.
+        These are weights and optimizer state, RNG state, and float8 amax histories.
         """
-        model: dict[str, Any] = {}
-        for fqn, value in held["model"].items():
-            name = self.names[fqn]
-            model.setdefault(name, self._unpadded(name, value))
-        optimizer: dict[str, Any] = {}
-        for key, value in held["optimizer"].items():
-            kind, fqn, slot = _split_key(key)
-            if kind == "state":
-                name = self.names[fqn]
-                optimizer.setdefault(f"state.{name}.{slot}", self._unpadded(name, value))
-        return {"model": model, "optimizer": optimizer, "rng": _get_rng(), "float8": self.scales}
-
-    def _unpadded(self, name: str, value: Any) -> Any:
-        """Return a view of a tensor without its padding rows, which the last TP ranks hold."""
-        if name not in self.rows or not isinstance(value, DTensor) or value.dim() == 0:
-            return value
-        local, rows = value.to_local(), self.rows[name]
-        axes = zip(value.device_mesh.get_coordinate() or (), value.placements, strict=True)
-        first = sum(rank * len(local) for rank, placement in axes if placement.is_shard(0))
-        size = torch.Size((rows, *value.shape[1:]))
-        return DTensor.from_local(
-            local[: max(0, rows - first)],
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=size,
-            stride=(value.shape[1], 1),
-        )
-
-    @torch.no_grad()
-    def _fill_copies(self, held: dict[str, dict[str, Any]]) -> None:
-        """Copy a loaded tied weight to the second of its stages, if this rank holds both stages."""
-        for values in held.values():
-            first: dict[tuple[str, str, str], Any] = {}
-            for key, value in values.items():
-                kind, fqn, slot = _split_key(key) if key not in self.names else ("", key, "")
-                read = first.setdefault((kind, self.names[fqn], slot), value)
-                if isinstance(value, torch.Tensor) and read is not value:
-                    value.copy_(read)
+        return {**self.stored.views(held), "rng": _get_rng(), "float8": self.scales}
 
 
 def _has_tensor(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
@@ -354,12 +285,6 @@ def _has_tensor(reader: ShardReader, name: str, like: torch.Tensor) -> bool:
 
 def _raise(error: OSError, *_: Any) -> WrittenFile:
     raise error
-
-
-def _split_key(key: str) -> tuple[str, str, str]:
-    """Split `state.0.embed.weight.exp_avg` into kind, FQN and slot."""
-    kind, rest = key.split(".", 1)
-    return kind, *rest.rsplit(".", 1)  # type: ignore[return-value]
 
 
 def _get_rng() -> dict[str, torch.Tensor]:

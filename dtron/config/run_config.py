@@ -69,6 +69,7 @@ class RunConfig(Section):
         path: str | Path | None,
         overrides: Sequence[str] = (),
         complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        sections: Collection[str] | None = None,
     ) -> "RunConfig":
         """Read a TOML file, or a pipe with TOML, and apply `section.key=value` overrides in order.
 
@@ -76,6 +77,7 @@ class RunConfig(Section):
             path: the file; None: defaults only.
             complete: function that sets the keys that `checkpoint.initial` determines,
                 `dtron.checkpoint.initial_weights.fill_from_initial`; None: leave them as they are.
+            sections: sections of the file to read; None: all.
         Raises:
             ConfigError: the file is missing or not TOML, or a key or value is not legal.
         """
@@ -92,6 +94,8 @@ class RunConfig(Section):
         except (OSError, ValueError) as error:
             raise ConfigError(f"--config {path}: {_cause_and_fix(error, str(path))}") from None
         own = copy.deepcopy(values)
+        if sections is not None:
+            values = {name: table for name, table in values.items() if name in sections}
         for override in overrides:
             _apply_override(values, override)
         config = cls.of(values)

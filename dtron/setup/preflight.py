@@ -112,17 +112,14 @@ def preflight(
         ConfigError, DataError, CheckpointError: the first other error, if no rule is broken.
     """
     check_trackers(config)
-    model = _set_up_model(config, place, starts)
-    tokenizer = load_tokenizer(config.data)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more "
-            f"than model.override.vocab_size = {model.config.vocab_size}; raise vocab_size"
-        )
+    model = set_up_model(config, place, starts)
+    tokenizer = open_tokenizer(config, model.config)
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
-        resume = replace(resume, initial=_open_initial(config, model.config, tokenizer))
-    data = _open_data(config, tokenizer, place)
+        resume = replace(resume, initial=open_weights(config, model.config, tokenizer))
+    if place.local_rank == 0:
+        _check_writable(RunDir(config.run.dir).path)
+    data = open_sets(config, tokenizer, place)
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
@@ -153,7 +150,23 @@ def mixture_of(mixture: TrainingSource, config: RunConfig, resume: ResumeState) 
         mixture.seek(0, {})
 
 
-def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
+def open_tokenizer(config: RunConfig, model: DecoderConfig) -> Tokenizer:
+    """Load the tokenizer. Raises ConfigError: it has more tokens than the model."""
+    tokenizer = load_tokenizer(config.data)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more "
+            f"than model.override.vocab_size = {model.vocab_size}; raise vocab_size"
+        )
+    return tokenizer
+
+
+def set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
+    """Resolve the model; if the run starts now (`starts`), check memory and log warnings.
+
+    Raises:
+        ConfigError: all broken rules, one per line, or the model does not fit into memory.
+    """
     run = MachineCandidate(config, place.world_size, place.device)
     refuse(all_broken(run))
     family = config.model.name, run.spec
@@ -168,7 +181,8 @@ def _set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     return ModelSetup(run.model, run.attention, run.layout, run.float8)
 
 
-def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
+def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
+    """Open `checkpoint.initial`. Raises ConfigError, CheckpointError: it is of another model."""
     initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
     check_same_model(initial, config.model.name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
@@ -181,10 +195,9 @@ def _open_initial(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer)
     return initial
 
 
-def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
+def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
     """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
     if place.local_rank == 0:
-        _check_writable(RunDir(config.run.dir).path)
         prepare(config.data, config.train.seq_len)
     else:
         wait_for(

@@ -17,7 +17,27 @@ from dtron.parallelisms.mesh import BATCH_AXES, Mesh
 from dtron.setup.preflight import ModelSetup
 
 
-class RankBatches:
+class RankTokens:
+    """Selects this rank's tokens of whole sequences.
+
+    Args:
+        context: settings of context-parallel attention; None with cp = 1.
+    """
+
+    def __init__(self, mesh: Mesh, context: Context | None, model: ModelSetup) -> None:
+        self.mesh, self.context, self.model = mesh, context, model
+        self.device = torch.device(mesh.device_type)
+
+    def prepare(self, batch: Batch, mtp: int = 0) -> Batch:
+        """Return this rank's tokens of a batch on its device; `mtp`: number of MTP predictions."""
+        local = shard_batch(batch, self.mesh, self.context, mtp)
+        documents = self.model.attention.described(local.documents)
+        # Only routers use the mask of padding; models without routers may lack the argument `real`.
+        pieces = local.pieces if self.model.config.n_experts else None
+        return replace(local, documents=documents, pieces=pieces).to(self.device)
+
+
+class RankBatches(RankTokens):
     """Loads the micro-batches of this rank, step by step.
 
     Args:
@@ -28,8 +48,8 @@ class RankBatches:
     def __init__(
         self, loader: Loader, mesh: Mesh, context: Context | None, model: ModelSetup, hashed: bool
     ) -> None:
-        self.loader, self.mesh, self.context, self.model = loader, mesh, context, model
-        self.device = torch.device(mesh.device_type)
+        super().__init__(mesh, context, model)
+        self.loader = loader
         self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
         self._data_seconds, self._steps = 0.0, 0
 
@@ -48,14 +68,6 @@ class RankBatches:
         if self._hashed:
             self._hash += fingerprint(batches)
         return [self.prepare(batch, self.model.config.mtp) for batch in batches], attended
-
-    def prepare(self, batch: Batch, mtp: int = 0) -> Batch:
-        """Return this rank's tokens of a batch on its device; `mtp`: number of MTP predictions."""
-        local = shard_batch(batch, self.mesh, self.context, mtp)
-        documents = self.model.attention.described(local.documents)
-        # Only routers use the mask of padding; models without routers may lack the argument `real`.
-        pieces = local.pieces if self.model.config.n_experts else None
-        return replace(local, documents=documents, pieces=pieces).to(self.device)
 
     def read_hash(self, group: dist.ProcessGroup) -> int:
         """Return the hash of all ranks' sequences since the previous call; a collective.

@@ -4,7 +4,7 @@ All ranks run every forward pass, since collectives gather the parameters. Rank 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from torch import Tensor
 from dtron.config import RunConfig
 from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
 from dtron.parallelisms.mesh import BATCH_AXES
-from dtron.setup.preflight import DataSetup
-from dtron.training.batches import RankBatches
+from dtron.training.batches import RankTokens
 from dtron.training.step import ParallelModel, as_micro_batch, evaluate
 
 log = logging.getLogger("dtron")
@@ -24,6 +23,8 @@ class Evaluation:
     """Evaluates the model with its current weights; all ranks call every method together.
 
     Args:
+        tokens: selects this rank's tokens.
+        validation: validation sets by name, as in `DataSetup`.
         compiling: function that is called after the experts' capacity was raised, which compiles
             blocks again.
     """
@@ -32,12 +33,13 @@ class Evaluation:
         self,
         config: RunConfig,
         model: ParallelModel,
-        batches: RankBatches,
-        data: DataSetup,
+        tokens: RankTokens,
+        tokenizer: Tokenizer,
+        validation: Mapping[str, ValidationSource],
         compiling: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.model, self.batches, self.data = config, model, batches, data
-        self.compiling = compiling
+        self.config, self.model, self.tokens = config, model, tokens
+        self.tokenizer, self.validation, self.compiling = tokenizer, validation, compiling
 
     def losses(self) -> dict[str, float]:
         """Return the mean loss of each validation set, as metrics; empty: validation is off.
@@ -46,7 +48,7 @@ class Evaluation:
         `validation_loss` is the mean of its sources, and if none holds documents out, of all sets.
         Waits for the device.
         """
-        sets = self.data.validation if self.config.train.eval_sequences else {}
+        sets = self.validation if self.config.train.eval_sequences else {}
         losses = {name: self._loss(each) for name, each in sets.items()}
         named = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
         if not losses:
@@ -64,7 +66,7 @@ class Evaluation:
             dp_rank=self.model.mesh.rank(*BATCH_AXES),
             dp_size=self.model.mesh.size(*BATCH_AXES),
         )
-        prepared = [self.batches.prepare(batch) for batch in batches]
+        prepared = [self.tokens.prepare(batch) for batch in batches]
         loss = evaluate(self.model, prepared)
         while self._dropped():
             loss = evaluate(self.model, prepared)
@@ -76,7 +78,7 @@ class Evaluation:
         Raises: as `Dispatcher.grow`.
         """
         dispatcher = self.model.applied.dispatcher
-        message = dispatcher.grow(self.batches.device) if dispatcher is not None else ""
+        message = dispatcher.grow(self.tokens.device) if dispatcher is not None else ""
         if message:
             log.warning("%s; the evaluation is repeated", message)
             self.compiling()
@@ -85,20 +87,34 @@ class Evaluation:
     def sample(self) -> str:
         """Continue `train.sample_prompt` by `train.sample_tokens` tokens; return the text."""
         train = self.config.train
+        # The shape of training, so that compiled blocks are reused.
+        shape = (train.micro_batch, train.seq_len)
+        return self.generate(train.sample_prompt, train.sample_tokens, shape, train.seed)
+
+    def generate(
+        self,
+        prompt: str,
+        n_tokens: int,
+        shape: tuple[int, int],
+        seed: int,
+        temperature: float = 0.8,
+    ) -> str:
+        """Continue a prompt; return the text. Arguments as of `sample_text`; `shape`: (B, T)."""
         with self.model.applied.evaluating():
             return sample_text(
                 self._next_logits,
-                self.data.tokenizer,
-                prompt=train.sample_prompt,
-                n_tokens=train.sample_tokens,
-                batch_shape=(train.micro_batch, train.seq_len),
-                device=self.batches.device,
-                seed=train.seed,
+                self.tokenizer,
+                prompt=prompt,
+                n_tokens=n_tokens,
+                batch_shape=shape,
+                device=self.tokens.device,
+                seed=seed,
+                temperature=temperature,
             )
 
     def _next_logits(self, tokens: Tensor, index: int) -> Tensor:
-        vocabulary = self.batches.model.config.vocab_size
-        arguments = (self.model, self.batches.prepare, vocabulary, tokens, index)
+        vocabulary = self.tokens.model.config.vocab_size
+        arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index)
         logits = next_logits(*arguments)
         while self._dropped():
             logits = next_logits(*arguments)
@@ -115,14 +131,15 @@ def sample_text(
     batch_shape: tuple[int, int],
     device: torch.device,
     seed: int,
-    temperature: float = 0.8,
+    temperature: float,
 ) -> str:
     """Continue `prompt` by `n_tokens` tokens, or until the end of the document; return the text.
 
     Args:
         next_logits: function that all ranks call with tokens (B sequences, T tokens) and an index;
             it returns the logits (vocabulary size,) at this index of the first sequence.
-        batch_shape: (B, T) of the micro-batches of training, so that compiled blocks are reused.
+        batch_shape: (B, T) of all batches; only the last T tokens of a longer text are read.
+        temperature: divides the logits; 0: always the most likely token.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -131,7 +148,10 @@ def sample_text(
         tokens = torch.zeros(batch_shape, dtype=torch.int64, device=device)
         tokens[:, : len(window)] = torch.tensor(window, device=device)
         logits = next_logits(tokens, len(window) - 1)[: tokenizer.vocab_size].float()
-        drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        if temperature:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            drawn = logits.argmax(keepdim=True)
         dist.broadcast(drawn, src=0)
         if (token := int(drawn)) == tokenizer.eos_id:
             break

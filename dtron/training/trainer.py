@@ -205,7 +205,10 @@ class Trainer:
             ahead=config.data.steps_ahead,
         )
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
-        self.evaluation = Evaluation(config, model, self.batches, self.data_setup, self._compiling)
+        data = self.data_setup
+        self.evaluation = Evaluation(
+            config, model, self.batches, data.tokenizer, data.validation, self._compiling
+        )
         self.checkpointer = Checkpointer(
             self.resume.locations,
             model.applied,
@@ -266,7 +269,8 @@ class Trainer:
         check_agreement(initial.path, self.host_group)
         if self.config.checkpoint.verify and initial.folder is None:
             check_content(initial.path, self.checkpointer.group)
-        self.checkpointer.load_weights(initial.reader(), initial.path)
+        stored = self.checkpointer.stored
+        stored.load_weights(initial.reader(), initial.path, self.checkpointer.group)
 
     def _load_guards(self, metadata: CheckpointMetadata) -> None:
         before = metadata.faults.get("rollbacks", 0)

@@ -1,0 +1,1 @@
+"""`dtron eval` and `dtron generate`: use trained weights."""

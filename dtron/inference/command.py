@@ -1,0 +1,106 @@
+"""The command lines of `dtron eval` and `dtron generate`.
+
+Both run in one process or under torchrun.
+"""
+
+import argparse
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dtron.errors import ArgumentParser, ConfigError, check_words
+from dtron.inference.loaded_model import config_of, load
+from dtron.run.process import Place, process_group
+from dtron.run.rendezvous import meet
+from dtron.training.evaluation import Evaluation
+
+_WINDOW = 64
+"""Texts are padded to a multiple of this many tokens, which cp and tp can split."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Run `dtron eval`; return the exit status."""
+    parser = _parser("eval", "Print the loss of trained weights on the run's validation sets.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = _parsed(parser, arguments)
+    with _loaded(given, validation=True) as loaded:
+        losses = loaded.losses()
+    if not losses:
+        raise ConfigError(
+            "nothing to evaluate: set train.eval_sequences above 0, and data.validation or "
+            "data.paths with more than one document"
+        )
+    if Place.of_environment().rank == 0:
+        print(json.dumps(losses) if given.json else _table(losses))
+    return 0
+
+
+def _table(losses: dict[str, float]) -> str:
+    width = max(map(len, losses))
+    rows = losses.items()
+    return "\n".join(f"{name:{width}}  {x:.4f}  perplexity {math.exp(x):.5g}" for name, x in rows)
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Run `dtron generate`; return the exit status."""
+    parser = _parser("generate", "Continue a text with trained weights.")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens; default: 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: the most likely token; default: 0.8"
+    )
+    parser.add_argument("--seed", type=int, help="of the drawn tokens; default: train.seed")
+    given = _parsed(parser, arguments)
+    if given.tokens < 1 or not 0 <= given.temperature < math.inf:
+        raise ConfigError(
+            f"--tokens {given.tokens} --temperature {given.temperature:g}: tokens must be at least "
+            "1, and the temperature 0 or more"
+        )
+    with _loaded(given, validation=False) as loaded:
+        text = _continued(loaded, given)
+    if Place.of_environment().rank == 0:
+        print(text)
+    return 0
+
+
+def _continued(loaded: Evaluation, given: argparse.Namespace) -> str:
+    train = loaded.config.train
+    needed = len(loaded.tokenizer.encode(given.prompt)) + given.tokens
+    window = min(train.seq_len, math.ceil(needed / _WINDOW) * _WINDOW)
+    seed = train.seed if given.seed is None else given.seed
+    return loaded.generate(given.prompt, given.tokens, (1, window), seed, given.temperature)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = ArgumentParser(prog=f"dtron {command}", description=description)
+    parser.add_argument(
+        "weights",
+        help="path or URL of a checkpoint, a run with checkpoints, or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config with [model], [data] and [train]; default: that of the run",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    check_words(arguments)
+    return parser.parse_intermixed_args(arguments)
+
+
+@contextmanager
+def _loaded(given: argparse.Namespace, validation: bool) -> Iterator[Evaluation]:
+    """Context manager: the ranks' process group, and the model with its weights."""
+    place = Place.of_environment()
+    logging.getLogger("dtron").setLevel(logging.WARNING if place.rank == 0 else logging.ERROR)
+    config = config_of(given.weights, given.config, given.overrides, place.world_size)
+    seconds = config.parallel.timeout_seconds
+    with process_group(place, seconds, meet(place, seconds).store):
+        yield load(config, place, validation)

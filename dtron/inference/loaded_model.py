@@ -1,0 +1,84 @@
+"""A parallel model with trained weights, for validation losses and text.
+
+It has neither an optimizer nor a run directory. Weights are loaded as initial weights are, so that
+any layout can read them: that of the training run does not matter.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtron.checkpoint.directory import find_weights
+from dtron.checkpoint.initial_weights import fill_from_initial
+from dtron.checkpoint.stored_model import StoredModel
+from dtron.config import RunConfig
+from dtron.errors import CheckpointError
+from dtron.io.filesystem import is_file, location
+from dtron.models.hf_weights import CONFIG
+from dtron.run.process import Place, host_group
+from dtron.setup.automatic import Automatic
+from dtron.setup.preflight import open_sets, open_tokenizer, open_weights, set_up_model
+from dtron.training.batches import RankTokens
+from dtron.training.build import ModelBuilder, build_mesh
+from dtron.training.evaluation import Evaluation
+
+SECTIONS = ("model", "data", "train")
+"""Sections of a run's config that hold for its weights wherever they are evaluated."""
+
+
+def config_of(
+    weights: str, file: Path | None, overrides: Sequence[str], world_size: int
+) -> RunConfig:
+    """Return settings to evaluate weights with `world_size` ranks.
+
+    Args:
+        weights: path or URL of a checkpoint, a run or a Hugging Face folder.
+        file: a config; None: that of the weights' run, or the defaults for a Hugging Face folder.
+        overrides: `section.key=value` words.
+    Raises:
+        ConfigError: a key is not legal.
+        CheckpointError: the path has no weights, or the config of their run is missing.
+    """
+    words = [f"checkpoint.initial={json.dumps(weights)}", *overrides]
+    if file is None and (file := _config_file(weights)) is None:
+        words = ["model.size=initial", *words]
+    config = RunConfig.load(file, words, fill_from_initial, sections=SECTIONS)
+    degrees, train = config.degrees(world_size), config.train
+    ranks = degrees["dp_replicate"] * degrees["dp_shard"]
+    one_each = train.micro_batch * ranks * config.parallel.pp  # no step is taken
+    train = train.model_copy(update={"global_batch": one_each})
+    return Automatic(config.model_copy(update={"train": train})).config
+
+
+def _config_file(weights: str) -> Path | None:
+    """Return config.toml of the weights' run; None: the weights are a Hugging Face folder."""
+    where = location(weights)
+    if isinstance(where, Path) and is_file(where / CONFIG):
+        return None
+    run = find_weights(where, "a Hugging Face folder (with config.json) nor ").parent.parent
+    if isinstance(run, Path) and is_file(run / "config.toml"):
+        return run / "config.toml"
+    raise CheckpointError(
+        f"{weights} has no run with a config.toml; name a config with --config FILE"
+    )
+
+
+def load(config: RunConfig, place: Place, validation: bool) -> Evaluation:
+    """Build the model of a config and load `checkpoint.initial`; all ranks call it together.
+
+    Args:
+        validation: whether to open the data and its validation sets.
+    Raises:
+        ConfigError, CheckpointError, DataError: as at the start of a run.
+    """
+    setup = set_up_model(config, place, starts=False)
+    tokenizer = open_tokenizer(config, setup.config)
+    initial = open_weights(config, setup.config, tokenizer)
+    sets = open_sets(config, tokenizer, place).validation if validation else {}
+    group = host_group(config.parallel.timeout_seconds)
+    mesh = build_mesh(config, place.world_size, place.device.type)
+    builder = ModelBuilder(config, setup.measured(config, place, group), mesh)
+    model = builder.build()
+    StoredModel(model.applied).load_weights(initial.reader(), initial.path, group)
+    tokens = RankTokens(mesh, builder.context, builder.setup)
+    return Evaluation(config, model, tokens, tokenizer, sets)

@@ -1,0 +1,103 @@
+"""`dtron eval` and `dtron generate`."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dtron import cli
+from tests.harness import run_ranks
+from tests.training.test_trainer import fit, rows, tiny
+
+Output = Callable[[], str]
+PROMPT = ("--prompt", "In the", "--tokens", "12", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps."""
+    path = tmp_path_factory.mktemp("inference") / "run"
+    run_ranks(1, fit, tiny(path, optim__lr=1e-2))
+    return path
+
+
+@pytest.fixture
+def output(capsys: pytest.CaptureFixture[str]) -> Output:
+    return lambda: capsys.readouterr().out
+
+
+def of_rank_0(words: list[str], file: Path) -> None:
+    """On one of several ranks: run a command; keep what rank 0 prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.commands(words) == 0
+    text = out.getvalue()
+    assert bool(text) == (dist.get_rank() == 0)
+    if text:
+        file.write_text(text)
+
+
+def test_the_loss_is_that_of_the_run(run: Path, output: Output) -> None:
+    assert cli.commands(["eval", "--json", str(run)]) == 0
+    (logged,) = [row["validation_loss"] for row in rows(run) if "validation_loss" in row]
+    assert json.loads(output()) == {"validation_loss": pytest.approx(logged, rel=1e-6)}
+    assert cli.commands(["eval", str(run / "checkpoints" / "step-6")]) == 0
+    assert output().startswith(f"validation_loss  {logged:.4f}  perplexity ")
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"])
+def test_layouts_give_the_same(run: Path, tmp_path: Path, output: Output, layout: str) -> None:
+    for command in (["eval", "--json", str(run)], ["generate", str(run), *PROMPT]):
+        assert cli.commands(command) == 0
+        run_ranks(2, of_rank_0, [*command, layout], tmp_path / "out")
+        text, wanted = (tmp_path / "out").read_text(), output()
+        if command[0] == "eval":
+            assert json.loads(text) == pytest.approx(json.loads(wanted), rel=1e-5)
+        else:
+            assert text == wanted
+
+
+def test_text_is_that_of_the_exported_weights(run: Path, tmp_path: Path, output: Output) -> None:
+    assert cli.commands(["convert", "to-hf", str(run), str(tmp_path / "exported")]) == 0
+    output()
+    assert cli.commands(["generate", str(run), *PROMPT]) == 0
+    of_run = output()
+    folder = [str(tmp_path / "exported"), "train.dtype=float32", "train.seq_len=32"]
+    assert cli.commands(["generate", *folder, *PROMPT]) == 0
+    assert output() == of_run
+    assert of_run.startswith("In the")
+    assert len(of_run.encode()) <= len("In the") + 12 + len("\n")
+
+
+def test_seeds_draw_other_texts(run: Path, output: Output) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        words = ["--prompt", "In the", "--tokens", "12", "--seed", seed]
+        assert cli.commands(["generate", str(run), *words]) == 0
+        texts.append(output())
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "RUN", "train.eval_sequences=0"], "set train.eval_sequences above 0"),
+        (["eval", "RUN", "parallel.tp=2"], "parallel.tp"),
+        (["eval", "ALONE"], "name a config with --config FILE"),
+        (["eval", "nowhere"], "neither a Hugging Face folder"),
+        (["generate", "RUN"], "--prompt"),
+        (["generate", "RUN", "--prompt", "x", "--temperature", "-1"], "the temperature 0 or more"),
+    ],
+)
+def test_what_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    names = {"RUN": str(run), "ALONE": str(tmp_path / "step-6")}
+    if "ALONE" in words:
+        shutil.copytree(run / "checkpoints" / "step-6", tmp_path / "step-6")
+    assert cli.commands([names.get(word, word) for word in words]) == 1
+    assert message in capsys.readouterr().err
