@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtron.config import RunConfig
     from dtron.parallelisms import Mesh, parallelize
+    from dtron.training.callbacks import Callback
     from dtron.training.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Mesh", "RunConfig", "Trainer", "parallelize"]
+__all__ = ["Callback", "Mesh", "RunConfig", "Trainer", "parallelize"]
 
 _HOMES = {
+    "Callback": "dtron.training.callbacks",
     "Mesh": "dtron.parallelisms",
     "RunConfig": "dtron.config",
     "Trainer": "dtron.training.trainer",

@@ -4,7 +4,7 @@ import gc
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,7 @@ from dtron.setup.resume_checks import (
 )
 from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
+from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
@@ -79,7 +80,13 @@ _SIGNAL_SECONDS = 10**6
 """Time-out of the all-reduce in `LivenessCheck`; some ranks may start it a whole run later."""
 
 
-def _check_type(config: object) -> None:
+def _check_types(config: object, callbacks: Sequence[object]) -> None:
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks has {shorten(repr(callback))}; give objects of a class that derives "
+                "from dtron.Callback"
+            )
     if isinstance(config, RunConfig):
         return
     made = "RunConfig.of(values)" if isinstance(config, dict) else "RunConfig.load(FILE)"
@@ -96,13 +103,20 @@ class Trainer:
     Args:
         config: settings. Automatic keys without a value get their default, or `choose` sets them.
         choose: chooses automatic keys after the rendezvous (`dtron.plan.automatic.at_start`).
+        callbacks: called in order after steps, validations and saves.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
 
-    def __init__(self, config: RunConfig, choose: Chooser | None = None) -> None:
-        _check_type(config)
-        self.fitted = False
+    def __init__(
+        self,
+        config: RunConfig,
+        choose: Chooser | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        _check_types(config, callbacks)
+        self.fitted, self.callbacks = False, callbacks
+        self._stop: StopSignal | None = None
         self.place = Place.of_environment()
         self.console = Console()
         set_up_logging(self.place, self.console)
@@ -154,7 +168,16 @@ class Trainer:
             self.lock.release()
             self.rendezvous.close()
 
+    def stop(self) -> None:
+        """End the run after this step or the next, saved, as SIGTERM does; for callbacks.
+
+        It is enough if one rank calls it. The run may be resumed.
+        """
+        assert self._stop is not None, "stop() is called while fit() trains"
+        self._stop.request()
+
     def _build_and_train(self, stop: StopSignal) -> None:
+        self._stop = stop
         self._build()
         self.guards.begin(self.step)
         self.attempts.mark("loaded")
@@ -215,7 +238,7 @@ class Trainer:
             self.run.optimizer,
             config.checkpoint,
             self.run.scales.state if self.run.scales else None,
-            self.rundir.note_checkpoint,
+            self._committed,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
         self.contents: dict[str, int | str] = {}  # of sources of a mixture that were left out too
@@ -231,6 +254,11 @@ class Trainer:
 
     def _compiling(self) -> None:
         self.guards.compiling(self.step)
+
+    def _committed(self, checkpoint: Location) -> None:
+        self.rundir.note_checkpoint(checkpoint)
+        for callback in self.callbacks:
+            callback.after_save(self, checkpoint)
 
     def _refresh_weights(self) -> None:
         """Update state that depends on weights, after weights were initialized or loaded."""
@@ -388,6 +416,8 @@ class Trainer:
             self._log(result, lr, validates)
         elif self.repeats.full:
             self._repeat_dropped()
+        for callback in self.callbacks:
+            callback.after_step(self)
         if number % config.train.gc_interval == 0:
             gc.collect(1)
 
@@ -458,6 +488,8 @@ class Trainer:
             row |= losses
             self.throughput.restart()
             self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
+            for callback in self.callbacks:
+                callback.after_eval(self, losses)
         self.writer.row(row)
         self.step_log.check_skipped(row)
 

@@ -16,7 +16,7 @@ import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from dtron.setup.preflight import preflight
 from dtron.setup.resume_checks import resumed_warmup, schedule_settings
 from dtron.training import step as training_step
 from dtron.training import step_log
+from dtron.training.callbacks import Callback
 from dtron.training.step import LossFunction, StepResult, TrainStep
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -201,6 +202,52 @@ def test_every_layout_logs_the_losses_of_one_process(
 def fit_with_more_on_the_last_rank(config: RunConfig) -> None:
     step_log.peak_memory_gib = lambda: 1.5 + torch.distributed.get_rank()
     fit(config)
+
+
+class Noting(Callback):
+    """Writes what it is told to a file of its rank; on the last rank, stops the run at step 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_step(self, trainer: Trainer) -> None:
+        self.note(f"step {trainer.step}")
+        ranks = torch.distributed.get_world_size()
+        if trainer.step == 3 and torch.distributed.get_rank() == ranks - 1:
+            trainer.stop()
+
+    def after_eval(self, trainer: Trainer, losses: Mapping[str, float]) -> None:
+        self.note(f"eval {trainer.step} {losses['validation_loss']:.6f}")
+
+    def after_save(self, trainer: Trainer, checkpoint: Any) -> None:
+        self.note(f"save {checkpoint.name}")
+
+    def note(self, what: str) -> None:
+        with (self.folder / f"{torch.distributed.get_rank()}.txt").open("a") as file:
+            file.write(f"{what}\n")
+
+
+def fit_with_callback(config: RunConfig, callback: Callback) -> None:
+    Trainer(config, callbacks=[callback]).fit()
+
+
+def test_callbacks_are_called_and_stop_all_ranks(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", train__eval_interval=2)
+    run_ranks(2, fit_with_callback, config, Noting(tmp_path))
+    first, second = ((tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2))
+    (validated,) = [row for row in rows(tmp_path / "run") if row["step"] == 2]
+    evaluated = f"eval 2 {validated['validation_loss']:.6f}"
+    steps = [line for line in first if not line.startswith("save")]
+    assert steps == second
+    assert steps[:4] == ["step 1", evaluated, "step 2", "step 3"]
+    last = steps[-1].split()[1]  # the stop is agreed on at most one step later
+    assert first[-1] == f"save step-{last}"
+    assert int(last) <= 4
+
+
+def test_a_callback_of_another_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"derives from dtron\.Callback"):
+        Trainer(tiny(tmp_path / "run"), callbacks=[print])  # type: ignore[list-item]
 
 
 def test_rows_have_the_memory_of_the_rank_with_most(tmp_path: Path) -> None:
