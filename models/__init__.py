@@ -16,6 +16,7 @@ from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.io.safetensors_file import Region
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
+from dtron.models.custom import check_unique, custom_spec, registered
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
@@ -40,6 +41,7 @@ __all__ = [
     "from_hf",
     "hf_folder",
     "model_config",
+    "model_spec",
     "to_hf",
 ]
 
@@ -48,17 +50,31 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
+def model_spec(name: str) -> ModelSpec:
+    """Return the family of a `model.name`.
+
+    Args:
+        name: a key of MODELS, the name of an entry point of group `dtron.models`, or MODULE:NAME.
+    Raises:
+        ConfigError: there is no such family, several have the name, or its import fails.
+    """
+    check_unique(name, name in MODELS)
+    if spec := MODELS.get(name) or custom_spec(name):
+        return spec
+    known = [*MODELS, *registered()]
+    raise ConfigError(
+        f"model.name = {name} is not known{nearest(name, known)}; use {', '.join(known)}, or "
+        "MODULE:NAME for a ModelSpec of your own module"
+    )
+
+
 def model_config(name: str, size: str, override: Mapping[str, Any] | None = None) -> DecoderConfig:
     """Return the config of one model size, with the user's `[model.override]` applied.
 
     Raises:
         ConfigError: unknown model, size or field, or illegal value.
     """
-    if name not in MODELS:
-        raise ConfigError(
-            f"model.name = {name} is not known{nearest(name, MODELS)}; use {', '.join(MODELS)}"
-        )
-    sizes = MODELS[name].sizes
+    sizes = model_spec(name).sizes
     if size not in sizes:
         raise ConfigError(
             f"model.size = {size} is not a size of {name}{_nearest_size(size, sizes)}; "
@@ -89,10 +105,10 @@ def _number(size: str) -> float:
 def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Module:
     """Build an unsharded model on the current default device (`with torch.device("meta"):`).
 
-    Parameters are uninitialised; `MODELS[name].init_parameter` initialises each of them.
+    Parameters are uninitialised; `model_spec(name).init_parameter` initialises each of them.
 
     Args:
-        name: a key of MODELS.
+        name: see `model_spec`.
         config: from `model_config`.
         attention: from `choose_backend`.
     Raises:
@@ -105,20 +121,23 @@ def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Modu
             f"(model.override.attention_dropout = {config.attention_dropout}); "
             f"use {' or '.join(able)}"
         )
-    return MODELS[name].build(config, attention)
+    return model_spec(name).build(config, attention)
 
 
-def hf_folder(path: str | Path, zero_centered: bool = False) -> HFFolder:
-    """Open a folder in Hugging Face's format and check that the model is in MODELS.
+def hf_folder(path: str | Path, zero_centered: bool = False, name: str = "") -> HFFolder:
+    """Open a folder in Hugging Face's format and check that the model is in MODELS, or is `name`.
 
     Args:
         zero_centered: see `HFFolder`.
+        name: see `model_spec`; this family is preferred to others of its model_type.
     Raises:
         CheckpointError: see `HFFolder`.
+        ConfigError: see `model_spec`.
     """
+    specs = [*MODELS.values(), *([model_spec(name)] if name else [])]
     families = {
-        spec.hf.model_type: HFFamily(name, spec.hf, _on_meta(spec))
-        for name, spec in MODELS.items()
+        spec.hf.model_type: HFFamily(spec.name, spec.hf, _on_meta(spec))
+        for spec in specs
         if spec.hf is not None
     }
     return HFFolder(Path(path).expanduser(), families, zero_centered)
@@ -177,7 +196,7 @@ def to_hf(
     Args:
         model: from `build_model` or `from_hf`.
         path: a folder that does not exist yet.
-        name: the model's key in MODELS.
+        name: see `model_spec`.
         dtype: dtype in the files; None: the dtype of each parameter.
         file_bytes: maximum size of a file, in bytes.
     Raises:
@@ -192,7 +211,7 @@ def to_hf(
         return state[fqn][region]
 
     config = model.config
-    assert isinstance(config, DecoderConfig), "a model of MODELS has its config"
+    assert isinstance(config, DecoderConfig), "the model keeps its config as an attribute"
     export = HFExport(hf, config, model, lambda fqn: dtype or state[fqn].dtype, get, file_bytes)
     folder.mkdir(parents=True)
     export.write(folder, range(len(export.files)))
@@ -203,14 +222,13 @@ def hf_of(name: str) -> HuggingFace:
     """Return the Hugging Face translation tables of a model family.
 
     Raises:
-        CheckpointError: MODELS has no such name, or transformers has no such model.
+        ConfigError: see `model_spec`.
+        CheckpointError: the family has no translation tables.
     """
-    if name not in MODELS:
+    if (hf := model_spec(name).hf) is None:
         raise CheckpointError(
-            f"{name!r} is not a model{nearest(name, MODELS)}; use {', '.join(MODELS)}"
+            f"model.name = {name} has no names in Hugging Face's format; set hf of its ModelSpec"
         )
-    if (hf := MODELS[name].hf) is None:
-        raise CheckpointError(f"MODELS[{name!r}].hf = None does not support export; set hf")
     return hf
 
 

@@ -1,6 +1,6 @@
 """Requirements of a custom model family, checked on the meta device.
 
-    MODELS["mine"] = ModelSpec("mine", SIZES, build=Mine, reads={"vocab_size", "dim", "n_layers"})
+    SPEC = ModelSpec("mine", SIZES, build=Mine, reads={"vocab_size", "dim", "n_layers"})
 
 Layers, embedding, head and vocabulary modules have the names given in the ModelSpec. `forward`
 accepts FORWARD_ARGUMENTS by name. `reads` lists the DecoderConfig fields that the module uses;
@@ -21,7 +21,7 @@ from dtron.models.spec import ModelSpec
 
 FORWARD_ARGUMENTS = ("positions", "documents", "dropout_keys")
 """Keyword arguments of every forward, in addition to the tokens or hidden states."""
-EXTRA_READS = frozenset({"documents", "attention"})
+EXTRA_READS = frozenset({"documents", "attention", "labels"})
 """Names allowed in `ModelSpec.reads` in addition to the fields of DecoderConfig."""
 
 
@@ -43,7 +43,7 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     """Check that a family meets the requirements of all passes, before the process group starts.
 
     Args:
-        row: key of the family in MODELS.
+        row: `model.name` of the family.
         config: config of the model to build.
     Raises:
         ConfigError: lists all broken requirements.
@@ -53,7 +53,8 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     if broken := list(_broken(row, spec, config)):
         shown = "".join(f"\n  - {each}" for each in broken)
         raise ConfigError(
-            f'MODELS["{row}"] breaks requirements (docs/models.md, "Adding a model"):{shown}'
+            f"the ModelSpec of model.name = {row} breaks requirements (docs/custom-models.md):"
+            f"{shown}"
         )
 
 
@@ -65,7 +66,7 @@ def _broken(row: str, spec: ModelSpec, config: DecoderConfig) -> Iterator[str]:
         yield (
             "reads is not set; name the fields of DecoderConfig that build reads, such as "
             'reads={"vocab_size", "dim", "n_layers"}, "documents" if attention masks documents, '
-            'and "attention" if it uses the backend'
+            '"attention" if it uses the backend, and "labels" if forward gives them to the head'
         )
     elif unknown := sorted(spec.reads - known):
         yield f"reads has unknown names, {', '.join(unknown)}; use fields of DecoderConfig"

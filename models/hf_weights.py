@@ -130,7 +130,7 @@ class HFFolder:
     """Reader of a folder in Hugging Face's format.
 
     Attributes:
-        family: name of the model family in MODELS.
+        family: `model.name` of the model family.
         config: converted from config.json.
         ours: {FQN: location} of the model's parameters and saved buffers.
     Args:

@@ -183,7 +183,8 @@ class ModelSpec:
     """Builds the module; `contract.py` has the requirements of modules other than Decoder."""
     reads: Set[str] | None = None
     """Fields of DecoderConfig that a custom `build` uses; add "documents" if its attention masks
-    documents, and "attention" if it uses the backend. Overriding any other field is an error. None:
+    documents, "attention" if modules `cores` use the backend, and "labels" if `forward` has this
+    argument and calls the head with labels=labels. Settings of any other name are errors. None:
     `build` is Decoder, which uses all fields."""
     init_parameter: Callable[[DecoderConfig, str, Tensor, torch.Generator], None] = init_parameter
     units: Callable[[DecoderConfig], tuple[Unit, ...]] = decoder_units

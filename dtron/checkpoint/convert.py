@@ -33,7 +33,7 @@ from dtron.checkpoint.directory import (
     read_metadata,
     write_metadata,
 )
-from dtron.checkpoint.initial_weights import model_settings, open_initial
+from dtron.checkpoint.initial_weights import check_named, model_settings, open_initial
 from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
 from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
@@ -95,7 +95,11 @@ def convert_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of the checkpoint; default: dtype of the files"
     )
-    one.set_defaults(run=lambda given: from_hf_folder(given.folder, given.out, given.dtype))
+    custom = "model.name of a custom model, MODULE:NAME, whose code runs"
+    one.add_argument("--model", default="", metavar="NAME", help=custom)
+    one.set_defaults(
+        run=lambda given: from_hf_folder(given.folder, given.out, given.dtype, given.model)
+    )
     summary = "convert a checkpoint to a folder that transformers loads"
     two = commands.add_parser("to-hf", help=summary, description=summary)
     two.add_argument("checkpoint", help="path or URL of a checkpoint, or of a run with checkpoints")
@@ -111,6 +115,7 @@ def convert_parser() -> argparse.ArgumentParser:
     two.add_argument(
         "--file-gb", type=float, default=5.0, help="size limit of each file, in GB; default: 5"
     )
+    two.add_argument("--model", default="", metavar="NAME", help=custom)
     two.set_defaults(run=to_hf_from)
     return parser
 
@@ -128,15 +133,21 @@ class _StreamingPlanner(DefaultSavePlanner):
         return self._folder.read(fqn).to(self._folder.dtype(fqn, self._dtype))
 
 
-def from_hf_folder(folder: Path, out: Path, dtype: str | None = None) -> None:
+def from_hf_folder(folder: Path, out: Path, dtype: str | None = None, name: str = "") -> None:
     """Convert a Hugging Face folder to a checkpoint of weights; all ranks call it together.
 
+    Args:
+        name: `model.name` of a custom model; empty: a model of dtron.
     Raises:
         CheckpointError: the folder is incomplete, dtron does not support its model, or `out`
             exists.
         OSError: the disk is full.
     """
-    source = hf_folder(folder)
+    source = hf_folder(folder, name=name)
+    if name and source.family != name:
+        raise ConfigError(
+            f"--model {name} has no effect: {folder} is a {source.family}; leave it out"
+        )
     stored = _DTYPES[dtype] if dtype else None
     state = {
         f"model.{fqn}": torch.empty(each.shape, dtype=source.dtype(fqn, stored), device="meta")
@@ -168,7 +179,7 @@ def to_hf_from(given: argparse.Namespace) -> None:
     check_agreement(path, everyone)
     check_content(path, everyone)
     tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
-    to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB))
+    to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB), given.model)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -225,6 +236,7 @@ def to_hf_folder(
     dtype: str | None = None,
     tokenizer: Path | str | None = None,
     file_bytes: int = 5 * _GB,
+    name: str = "",
 ) -> None:
     """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
@@ -233,11 +245,18 @@ def to_hf_folder(
         dtype: dtype of the files; None: dtype of the checkpoint.
         tokenizer: a folder whose tokenizer files are copied, or "byte"; None: no tokenizer files.
         file_bytes: maximum size of each file.
+        name: the custom model of the checkpoint, MODULE:NAME; empty: a model of dtron.
     Raises:
+        ConfigError: the checkpoint is of another model than `name`.
         CheckpointError: transformers has no such model, a file cannot be read, or `out` exists.
         OSError: the disk is full.
     """
     initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
+    check_named(initial, name, "add --model ")
+    if name and name != initial.name:
+        raise ConfigError(
+            f"--model {name} has no effect: {checkpoint} is a {initial.name}; leave it out"
+        )
     seq_len = metadata.settings.get("train.seq_len", 1)
     config = initial.config
     if config.positions == "rope":

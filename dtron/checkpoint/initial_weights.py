@@ -17,8 +17,9 @@ from dtron.config import Data
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, location
-from dtron.models import MODELS, hf_folder, model_config
+from dtron.models import hf_folder, model_config, model_spec
 from dtron.models.config import DecoderConfig
+from dtron.models.custom import is_imported
 from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, HFFolder
 
@@ -32,7 +33,7 @@ class InitialWeights:
 
     path: Location
     name: str
-    """Key of MODELS."""
+    """`model.name` of the family."""
     config: DecoderConfig
     folder: HFFolder | None
     """The open Hugging Face folder; None: a checkpoint of dtron."""
@@ -62,18 +63,22 @@ class HuggingFaceReader(StoredReader):
         return self.folder.read(index.fqn.removeprefix("model."), region)
 
 
-def open_initial(path: str | Location, zero_centered: bool = False) -> InitialWeights:
-    """Open initial weights and read the config of their model.
+def open_initial(
+    path: str | Location, zero_centered: bool = False, name: str = ""
+) -> InitialWeights:
+    """Open initial weights and read the config of their model; no custom model is imported.
 
     Args:
         path: a Hugging Face folder, a checkpoint, or a run.
         zero_centered: read norm weights of a Hugging Face folder as gamma - 1.
+        name: `model.name`, for a Hugging Face folder of a custom model; this one is imported.
     Raises:
         CheckpointError: the path is none of these, or the folder is incomplete.
+        ConfigError: see `model_spec`.
     """
     where = location(path)
     if isinstance(where, Path) and is_file(where / CONFIG):
-        folder = hf_folder(where, zero_centered)
+        folder = hf_folder(where, zero_centered, name)
         return InitialWeights(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
     model = dict(read_metadata(found).model)
@@ -106,9 +111,28 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
         )
 
 
+def check_named(initial: InitialWeights, named: str, fix: str) -> None:
+    """Check that the user names the custom model of a checkpoint, before it is imported.
+
+    A checkpoint is not trusted: it may not choose which code runs.
+
+    Args:
+        named: the name that the user gave; empty: none.
+        fix: end of the error, without the name.
+    Raises:
+        ConfigError: the name is missing, or another one.
+    """
+    if is_imported(initial.name) and named != initial.name:
+        raise ConfigError(
+            f"{initial.path} is of the custom model {initial.name}, whose code runs only if you "
+            f"name it; {fix}{initial.name}"
+        )
+
+
 def model_settings(name: str, config: DecoderConfig) -> str:
     """Return the `model.*` settings of a model: the closest size, and the fields that differ."""
-    unlike = {size: differences(config, model_config(name, size)) for size in MODELS[name].sizes}
+    sizes = model_spec(name).sizes
+    unlike = {size: differences(config, model_config(name, size)) for size in sizes}
     size = min(unlike, key=lambda each: len(unlike[each]))
     words = [f"model.override.{key}={_toml(there)}" for key, there, _ in unlike[size]]
     return " ".join([f"model.name={name}", f"model.size={size}", *words])
@@ -133,7 +157,8 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The same values, or a copy with `model` and `data.tokenizer` set.
     Raises:
-        ConfigError: `model.size` is "initial" without `checkpoint.initial`.
+        ConfigError: `model.size` is "initial" without `checkpoint.initial`, or without the
+            `model.name` of a checkpoint of a custom model.
         CheckpointError: the path has no model.
     """
     model, data = values.get("model", {}), values.get("data", {})
@@ -143,9 +168,10 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError('model.size = "initial" needs checkpoint.initial')
         return values
     if by_initial:
-        initial = open_initial(path)
+        initial = open_initial(path, name=str(model.get("name", "")))
+        check_named(initial, str(model.get("name", "")), "set model.name=")
         override = {**initial.config.model_dump(mode="json"), **model.get("override", {})}
-        size = next(iter(MODELS[initial.name].sizes))
+        size = next(iter(model_spec(initial.name).sizes))
         model = {**model, "name": initial.name, "size": size, "override": override}
     if "tokenizer" not in data and (tokenizer := tokenizer_setting(path)):
         data = {**data, "tokenizer": tokenizer}

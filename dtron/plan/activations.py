@@ -4,7 +4,7 @@ float8 (`float8_inputs.py`) to the tables of `saved_tensors.py`."""
 from collections.abc import Iterable
 from dataclasses import replace
 
-from dtron.models import MODELS
+from dtron.models import model_spec
 from dtron.plan.float8_inputs import FUSED, Float8Block, in_float8
 from dtron.plan.parameters import parameters
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
@@ -69,7 +69,7 @@ def _rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
 
 def _float8_block(run: Resolved, layer: int, chosen: Float8Plan) -> Float8Block:
     names, compiled = run.float8_layers(layer), run.config.compile.enable
-    fqn = f"{MODELS[run.config.model.name].layer.format(layer)}.ffn"
+    fqn = f"{model_spec(run.config.model.name).layer.format(layer)}.ffn"
     fits = chosen.recipe.shares_scales and names >= FUSED and not run.model.bias
     delayed = chosen.settings.scaling == "delayed" and not run.config.parallel.async_tp
     listed = (each.name.removesuffix(".weight") for each in parameters(run, run.kind(layer)))

@@ -10,7 +10,7 @@ import torch
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.models import MODELS
+from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.plan.hardware import Hardware, of_device
 from dtron.plan.memory import memory, worst
@@ -96,7 +96,7 @@ def _predictions(world_size: int, row: Hardware) -> Callable[[RunConfig], float]
 def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
     try:
         run = Resolved.of(config, world_size)
-        if any(counted_as_decoder(config.model.name, MODELS[config.model.name])):
+        if any(counted_as_decoder(config.model.name, model_spec(config.model.name))):
             return float("inf")
         return worst(memory(run)).reserved / row.room
     except ConfigError:

@@ -18,7 +18,7 @@ from dtron.data import Loader, TrainingSource
 from dtron.data.inspection import measured_rate
 from dtron.data.mixture import Mixture
 from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words
-from dtron.models import MODELS
+from dtron.models import model_spec
 from dtron.models.contract import check_family
 from dtron.plan.automatic import of_hardware, of_place
 from dtron.plan.exact import exact, print_exact
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     for option, path in (("--out", given.out), ("--page", given.page)):
         _check_target(option, path)
     config = RunConfig.load(given.config, given.overrides, fill_from_initial)
-    check_family(config.model.name, MODELS[config.model.name], Resolved.model_of(config))
+    check_family(config.model.name, model_spec(config.model.name), Resolved.model_of(config))
     row = hardware(given.hardware)
     searched = None
     if given.search:
@@ -170,6 +170,7 @@ def dry_run(config: RunConfig, name: str) -> int:
     Raises:
         DtronError: a check of the run's start fails.
     """
+    model_spec(config.model.name)  # its error is raised before a plan is tried
     place = Place.of_environment()
     row = hardware(name) if name else of_device(place.device)
     if name:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtron.models import MODELS, build_model
+from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.expert.expert_parallel import WIDTHS, shared_dim
@@ -94,7 +94,7 @@ Parts = dict[str, tuple[Parameter, ...]]
 @functools.lru_cache(maxsize=64)
 def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True) -> Parts:
     """List the parameters of each part of a model; a tied weight is in both embedding and head."""
-    spec, small = MODELS[name], _smallest(model)
+    spec, small = model_spec(name), _smallest(model)
     with torch.device("meta"):
         built = build_model(
             name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
@@ -106,7 +106,7 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         if fqn.startswith("mtp_embed."):
             continue  # listed as the embedding
-        part, inner = _part(fqn, small)
+        part, inner = _part(spec, fqn, small)
         experts = ".experts." in fqn
         split = None if experts else splits.get(fqn)
         found.setdefault(part, []).append(
@@ -130,14 +130,15 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     return model.model_copy(update={**layers, "mtp": min(model.mtp, 1)})
 
 
-def _part(fqn: str, small: DecoderConfig) -> tuple[str, str]:
-    first, _, rest = fqn.partition(".")
-    if first == "blocks":
-        layer, _, inner = rest.partition(".")
+def _part(spec: ModelSpec, fqn: str, small: DecoderConfig) -> tuple[str, str]:
+    layers = spec.layer.partition("{")[0]
+    if fqn.startswith(layers):
+        layer, _, inner = fqn.removeprefix(layers).partition(".")
         if int(layer) >= small.n_layers:
             return "prediction", inner
         return ("dense" if int(layer) < small.n_dense_layers else "mixture"), inner
-    return ("embedding" if "embed" in first else "head"), fqn
+    embeds = any(fqn.startswith(f"{name}.") for name in spec.embedding(small))
+    return ("embedding" if embeds else "head"), fqn
 
 
 def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.models import MODELS
+from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.models.flops import n_active_parameters, n_parameters
 from dtron.plan.communication import collectives
@@ -46,7 +46,7 @@ def plan(
     run = Resolved.of(config, world_size)
     found["warnings"] = [
         *host_warnings(config, world_size, hardware.domain),
-        *counted_as_decoder(config.model.name, MODELS[config.model.name]),
+        *counted_as_decoder(config.model.name, model_spec(config.model.name)),
     ]
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)

@@ -7,7 +7,7 @@ from typing import Any
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.faults.memory import check_host_memory, size
-from dtron.models import MODELS
+from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.plan.memory import RankMemory, memory
 from dtron.plan.run_shape import Resolved
@@ -33,7 +33,7 @@ def check_step_memory(config: RunConfig, place: Place) -> None:
     Raises:
         ConfigError: the step does not fit; the message suggests settings that fit.
     """
-    if [*counted_as_decoder(config.model.name, MODELS[config.model.name])]:
+    if [*counted_as_decoder(config.model.name, model_spec(config.model.name))]:
         return  # the family builds another module, of unknown memory
     needed = most_memory(config, place.world_size)
     here = place.local_world_size

@@ -7,7 +7,7 @@ from typing import Any
 from dtron.config import DEGREES, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
-from dtron.models import MODELS, model_config
+from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.models.moe import capacity
@@ -189,7 +189,7 @@ class Resolved(Candidate):
         """All stages in the model's order."""
         if self.layout is None:
             return (Stage(0, 0, True, tuple(range(self.n_layers)), True),)
-        spec = MODELS[self.config.model.name]
+        spec = model_spec(self.config.model.name)
         layers = [spec.layer.format(i) for i in range(self.n_layers)]
         first, last = spec.embedding(self.model)[0], spec.head[-1]
         return tuple(
@@ -251,7 +251,7 @@ class Resolved(Candidate):
         """
         key = ("float8", layer)
         if key not in self.memo:
-            pattern = MODELS[self.config.model.name].layer
+            pattern = model_spec(self.config.model.name).layer
             block = "" if layer is None else f"{pattern.format(layer)}."
             names = self.float8.layers if self.float8 else ()
             found = [name.removeprefix(block) for name in names if name.startswith(block)]

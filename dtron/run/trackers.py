@@ -17,11 +17,10 @@ import importlib.util
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -29,6 +28,7 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError, nearest
 from dtron.io.filesystem import write_atomically
 from dtron.io.untrusted import MB, read_text
+from dtron.io.user_code import import_object
 
 log = logging.getLogger("dtron")
 Metrics = Mapping[str, float | int]
@@ -201,29 +201,10 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def _custom(name: str) -> OpenTracker:
-    """Import MODULE:NAME; modules in the working directory are found too."""
-    module, _, attribute = name.partition(":")
-    try:
-        with _working_directory_on_path():
-            found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # of the user's code
-        raise ConfigError(f"metrics.trackers: {name!r}: {error}") from error
+    found = import_object(f"metrics.trackers: {name!r}", name)
     if not callable(found):
         raise ConfigError(f"metrics.trackers: {name!r} is not a function")
     return cast(OpenTracker, found)
-
-
-@contextlib.contextmanager
-def _working_directory_on_path() -> Iterator[None]:
-    here = os.getcwd()
-    if here in sys.path:
-        yield
-        return
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 class Trackers:

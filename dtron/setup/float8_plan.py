@@ -27,7 +27,7 @@ from dtron.float8.products import why_emulated
 from dtron.float8.recipes import EXPERTS, RECIPES, Recipe
 from dtron.float8.scales import ScaleGroups
 from dtron.float8.statistics import Statistics
-from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend
+from dtron.models import AttentionNeeds, build_model, choose_backend, model_spec
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.apply import Applied
@@ -243,7 +243,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     if not settings.recipe:
         return None
     recipe = RECIPES[settings.recipe]
-    spec = MODELS[config.model.name]
+    spec = model_spec(config.model.name)
     with torch.device("meta"):
         whole = build_model(config.model.name, model, _any_attention(model))
     choice = Choice(

@@ -183,8 +183,9 @@ def set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
 
 def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) -> InitialWeights:
     """Open `checkpoint.initial`. Raises ConfigError, CheckpointError: it is of another model."""
-    initial = open_initial(config.checkpoint.initial, model.norm_zero_centered)
-    check_same_model(initial, config.model.name, model)
+    name = config.model.name
+    initial = open_initial(config.checkpoint.initial, model.norm_zero_centered, name)
+    check_same_model(initial, name, model)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(
             f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "

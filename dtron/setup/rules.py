@@ -14,9 +14,10 @@ import torch
 from dtron.config import RunConfig
 from dtron.config.rule import Rule, broken, changed, finds_none, passes, refuse
 from dtron.config.setting_rules import Candidate, broken_settings
+from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
-from dtron.models import MODELS, ModelSpec, model_config
+from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored
@@ -45,9 +46,8 @@ class ModelCandidate(Candidate):
 
     @property
     def spec(self) -> ModelSpec:
-        """Model family, a value of MODELS."""
-        assert self.model
-        return MODELS[self.config.model.name]
+        """Model family."""
+        return model_spec(self.config.model.name)
 
     @cached_property
     def layout(self) -> Layout | None:
@@ -137,6 +137,12 @@ def reasons(config: RunConfig, world_size: int) -> list[str]:
 def all_broken(run: ModelCandidate) -> Iterator[str]:
     """Yield the messages of all rules that a run breaks; some may be repeated."""
     config, found = run.config, False
+    try:
+        assert run.spec
+    except ConfigError as error:  # other rules need the family; do not import it for each of them
+        yield from broken_settings(run)
+        yield str(error)
+        return
     for messages in (
         broken_settings(run),
         broken(MACHINE, run, config) if isinstance(run, MachineCandidate) else (),
@@ -272,7 +278,7 @@ def _unread(run: ModelCandidate) -> Iterator[str]:
         for key, value in chosen.override.items()
         if value != getattr(size, key, None)
     }
-    for key, name in (("model.attention", "attention"), ("data.mask_documents", "documents")):
+    for key, name in _READ_BY_MODELS.items():
         own |= {key: (name, value) for key, value in changed(run.config, key)}
     for key, (name, value) in own.items():
         if ignored(run.spec, name):
@@ -280,6 +286,15 @@ def _unread(run: ModelCandidate) -> Iterator[str]:
                 f"{key} = {value!r} has no effect on model.name = {chosen.name}, whose "
                 f"ModelSpec.reads does not name {name}; leave it out"
             )
+
+
+_READ_BY_MODELS = {
+    "model.attention": "attention",
+    "parallel.cp": "attention",
+    "data.mask_documents": "documents",
+    "train.loss_chunks": "labels",
+}
+"""Key -> name in `ModelSpec.reads` of a custom module on which the key acts."""
 
 
 def _sequence_chunks(run: ModelCandidate) -> int:
@@ -325,7 +340,7 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
 
 MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("model.name model.size model.override", passes(lambda c: c.model)),
-    Rule("model.override model.attention data.mask_documents", finds_none(_unread)),
+    Rule(f"model.override {' '.join(_READ_BY_MODELS)}", finds_none(_unread)),
     Rule(
         "train.seq_len model.override",
         lambda c: c.model.positions != "learned" or c.train.seq_len <= c.model.max_seq_len,

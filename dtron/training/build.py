@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtron.config import RunConfig
 from dtron.float8.delayed import DelayedScales
-from dtron.models import MODELS, build_model
+from dtron.models import build_model, model_spec
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context.apply import Context
@@ -55,7 +55,7 @@ class ModelBuilder:
     @functools.cached_property
     def context(self) -> Context | None:
         """Settings of context-parallel attention; None with cp = 1."""
-        cores, model = MODELS[self.config.model.name].cores, self.setup.config
+        cores, model = model_spec(self.config.model.name).cores, self.setup.config
         kernel = self.setup.attention.kernel
         return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
 
@@ -74,7 +74,7 @@ class ModelBuilder:
 
     def passes(self) -> Passes:
         """Return the passes of the config."""
-        config, spec = self.config, MODELS[self.config.model.name]
+        config, spec = self.config, model_spec(self.config.model.name)
 
         def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
             spec.init_parameter(self.setup.config, fqn, full, generator)
@@ -111,7 +111,7 @@ class ModelBuilder:
     def _expert_layers(self) -> ExpertLayers | None:
         if not self.setup.config.n_experts:
             return None
-        spec = MODELS[self.config.model.name]
+        spec = model_spec(self.config.model.name)
         parallel, float8 = self.config.parallel, self.config.float8.dispatch
         return ExpertLayers(
             spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity, float8=float8
@@ -135,7 +135,7 @@ class ModelBuilder:
         chunks, compile = self.config.train.loss_chunks, self.config.compile
         if chunks == 1:
             return None
-        *_, head = MODELS[self.config.model.name].head
+        *_, head = model_spec(self.config.model.name).head
         return head, ChunkedLoss(chunks, self._vocabulary(), compile)
 
 

@@ -34,6 +34,7 @@ from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
 from dtron.float8.statistics import Statistics
 from dtron.io.filesystem import Location
+from dtron.models import model_spec
 from dtron.models.flops import FlopsModel
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.run.attempts import Attempts
@@ -115,6 +116,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         _check_types(config, callbacks)
+        model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.fitted, self.callbacks = False, callbacks
         self._stop: StopSignal | None = None
         self.place = Place.of_environment()
