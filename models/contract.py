@@ -53,8 +53,7 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     if broken := list(_broken(row, spec, config)):
         shown = "".join(f"\n  - {each}" for each in broken)
         raise ConfigError(
-            f"the ModelSpec of model.name = {row} breaks requirements (docs/custom-models.md):"
-            f"{shown}"
+            f"the ModelSpec of model.name = {row} breaks requirements (docs/models.md):{shown}"
         )
 
 

@@ -25,7 +25,7 @@ def import_object(setting: str, name: str) -> Any:
         raise ConfigError(f"{setting} is not MODULE:NAME; write it as my_package.my_module:NAME")
     found = _import(setting, module)
     if not hasattr(found, attribute):
-        hint = nearest(attribute, vars(found))
+        hint = nearest(attribute, vars(found)) or "; use a name that the module defines"
         raise ConfigError(f"{setting}: module {module} has no attribute {attribute!r}{hint}")
     return getattr(found, attribute)
 

@@ -249,7 +249,8 @@ def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
     padded = model.n_experts and config.data.packing != "cut"
     pieces = tokens.int() if padded else None
     batch = Batch(tokens, tokens, tokens[:, 0], None, None, pieces=pieces)
-    return shard_batch(batch, builder.mesh, builder.context, model.mtp)
+    local = shard_batch(batch, builder.mesh, builder.context, model.mtp)
+    return local if model.n_experts else replace(local, order=None)
 
 
 def _run_inside(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,9 +32,9 @@ class RankTokens:
         """Return this rank's tokens of a batch on its device; `mtp`: number of MTP predictions."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        # Only routers use the mask of padding; models without routers may lack the argument `real`.
-        pieces = local.pieces if self.model.config.n_experts else None
-        return replace(local, documents=documents, pieces=pieces).to(self.device)
+        if not self.model.config.n_experts:  # the forward of a model without routers may lack both
+            local = replace(local, pieces=None, order=None)
+        return replace(local, documents=documents).to(self.device)
 
 
 class RankBatches(RankTokens):

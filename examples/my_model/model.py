@@ -23,7 +23,7 @@ from dtron.parallelisms.placement import (
     sequence,
 )
 
-FIELDS = ["vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "rope_theta"]
+FIELDS = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "rope_theta")
 
 
 class Attention(nn.Module):
@@ -80,7 +80,14 @@ class MyModel(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, x, positions, documents=None, dropout_keys=None, labels=None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Mask = None,
+        dropout_keys: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         rope, mask = rope_table(self.config, positions), self.backend.prepare(documents, positions)
         x = x if x.is_floating_point() else self.embed(x)
         for block in self.blocks:
@@ -108,8 +115,15 @@ def placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]
 
 
 def size(dim: int, n_layers: int, n_heads: int) -> DecoderConfig:
-    sizes = {"vocab_size": 264, "dim": dim, "n_layers": n_layers, "n_heads": n_heads}
-    return DecoderConfig(**sizes, n_kv_heads=n_heads // 2, ffn_dim=4 * dim, activation="relu2")
+    return DecoderConfig(
+        vocab_size=264,  # the byte tokenizer needs 257
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_heads // 2,
+        ffn_dim=4 * dim,
+        activation="relu2",
+    )
 
 
 WEIGHTS = ["embed", "norm", "head", "blocks.*.norm", "blocks.*.ffn.up", "blocks.*.ffn.down"]

@@ -126,10 +126,10 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("wandbb", "'wandbb' is unknown; did you mean wandb?; use tensorboard, wandb, mlflow, or"),
-        ("no_such_module:NAME", "No module named 'no_such_module'"),
+        ("no_such_module:NAME", "there is no module no_such_module"),
         ("tests.run.test_trackers:Linse", "has no attribute 'Linse'"),
         ("tests.run.test_trackers:NOT_CALLABLE", "is not a function"),
-        (":NAME", "metrics.trackers: ':NAME': "),
+        (":NAME", "metrics.trackers: ':NAME' is not MODULE:NAME"),
     ],
 )
 def test_names_are_checked_before_the_start(tmp_path: Path, name: str, message: str) -> None:
