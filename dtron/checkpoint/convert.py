@@ -42,7 +42,7 @@ from dtron.io.filesystem import Location, read_json, sync_directory, write_atomi
 from dtron.io.remote_path import Remote
 from dtron.io.safetensors_file import Region
 from dtron.io.untrusted import TEXT_BYTES, read_bytes
-from dtron.models import BACKENDS, build_model, hf_folder, hf_of
+from dtron.models import BACKENDS, MODELS, build_model, hf_folder, hf_of
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import CONFIG, HFFolder
 from dtron.run.process import Place, process_group, set_up_logging
@@ -144,10 +144,7 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None, name: str 
         OSError: the disk is full.
     """
     source = hf_folder(folder, name=name)
-    if name and source.family != name:
-        raise ConfigError(
-            f"--model {name} has no effect: {folder} is a {source.family}; leave it out"
-        )
+    _check_effect(name, source.family, folder)
     stored = _DTYPES[dtype] if dtype else None
     state = {
         f"model.{fqn}": torch.empty(each.shape, dtype=source.dtype(fqn, stored), device="meta")
@@ -165,6 +162,12 @@ def from_hf_folder(folder: Path, out: Path, dtype: str | None = None, name: str 
             write_metadata(partial, CheckpointMetadata.of_weights(model, dist.get_world_size()))
     log.info("%s has the weights of %s; to train, add:", out, source.path)
     log.info("  checkpoint.initial=%s %s", out, model_settings(source.family, source.config))
+
+
+def _check_effect(name: str, family: str, path: Location) -> None:
+    """Raise ConfigError if --model is given for a model of dtron, or names another custom model."""
+    if name and (name in MODELS or name != family):
+        raise ConfigError(f"--model {name} has no effect: {path} is a {family}; leave it out")
 
 
 def to_hf_from(given: argparse.Namespace) -> None:
@@ -253,10 +256,7 @@ def to_hf_folder(
     """
     initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
     check_named(initial, name, "add --model ")
-    if name and name != initial.name:
-        raise ConfigError(
-            f"--model {name} has no effect: {checkpoint} is a {initial.name}; leave it out"
-        )
+    _check_effect(name, initial.name, checkpoint)
     seq_len = metadata.settings.get("train.seq_len", 1)
     config = initial.config
     if config.positions == "rope":

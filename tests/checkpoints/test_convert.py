@@ -229,6 +229,8 @@ def test_a_mixture_there_and_back(tmp_path: Path, deepseek: Path, dtype: str | N
 
 
 def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model llama has no effect: .* is a llama; leave it"):
+        from_hf_folder(llama, tmp_path / "out", name="llama")
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=r"set model\.override\.vocab_size=265"):
         Trainer(tiny(run, checkpoint__initial=str(llama)))
