@@ -150,6 +150,7 @@ def from_hf(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
+    name: str = "",
 ) -> nn.Module:
     """Load the unsharded model of a Hugging Face folder, in evaluation mode.
 
@@ -159,12 +160,13 @@ def from_hf(
         path: a folder with config.json and safetensors files.
         dtype: dtype of all parameters; None: their stored dtypes. `expert_bias` stays float32.
         attention: "auto" or a key of BACKENDS.
+        name: see `hf_folder`; needed for a custom model only.
     Raises:
         CheckpointError: the folder does not hold a complete model of MODELS; the message names the
             key or tensor.
         ConfigError: the attention backend cannot run this model on this device.
     """
-    folder, device = hf_folder(path), torch.device(device)
+    folder, device = hf_folder(path, name=name), torch.device(device)
     config, first = folder.config, next(iter(folder.ours))
     needs = AttentionNeeds.of(config, device.type, dtype or folder.dtype(first))
     backend = choose_backend(attention, needs)
@@ -172,13 +174,13 @@ def from_hf(
         model = build_model(folder.family, config, backend)
     for fqn in folder.ours:
         value = folder.read(fqn).to(device, folder.dtype(fqn, dtype))
-        module, _, name = fqn.rpartition(".")
+        module, _, attribute = fqn.rpartition(".")
         owner = model.get_submodule(module)
-        is_parameter = isinstance(getattr(owner, name), nn.Parameter)
-        setattr(owner, name, nn.Parameter(value) if is_parameter else value)
+        is_parameter = isinstance(getattr(owner, attribute), nn.Parameter)
+        setattr(owner, attribute, nn.Parameter(value) if is_parameter else value)
     shared = [*(["head"] if config.tied else []), *(["mtp_embed"] if config.mtp else [])]
-    for name in shared:
-        model.get_submodule(name).weight = model.get_submodule("embed").weight
+    for copy in shared:
+        model.get_submodule(copy).weight = model.get_submodule("embed").weight
     return model.to(device).eval()  # moves unsaved buffers too, such as router counts
 
 

@@ -16,7 +16,7 @@ from dtron.checkpoint.dcp_storage import ShardReader
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.models import BACKENDS, build_model, model_config, model_spec
+from dtron.models import BACKENDS, build_model, from_hf, model_config, model_spec
 from dtron.models.custom import registered
 from dtron.plan.command import main as plan_command
 from dtron.plan.parameters import parts
@@ -212,10 +212,12 @@ def test_weights_are_exported_and_imported(trained: Path, tmp_path: Path) -> Non
     before, after = ShardReader(checkpoint), ShardReader(tmp_path / "back")
     exported = load_file(tmp_path / "hf/model.safetensors")
     assert len(exported) == 3 + 2 * 7
+    loaded = from_hf(tmp_path / "hf", name=NAME).state_dict()
     for name, tensor in exported.items():
         whole = tuple(slice(0, n) for n in tensor.shape)
         assert torch.equal(tensor, before.region(f"model.{name}", whole))
         assert torch.equal(tensor, after.region(f"model.{name}", whole))
+        assert torch.equal(tensor, loaded[name])
     keys = {"model__name": NAME, "checkpoint__allow_data_change": True}
     for initial in (tmp_path / "hf", tmp_path / "back"):
         config = tiny(tmp_path / "run", checkpoint__initial=str(initial), **keys)
