@@ -12,8 +12,10 @@ from dtron.checkpoint.directory import find_weights
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import RunConfig
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import is_file, location
+from dtron.models import model_spec
+from dtron.models.custom import is_imported
 from dtron.models.hf_weights import CONFIG
 from dtron.run.process import Place, host_group
 from dtron.setup.automatic import Automatic
@@ -36,18 +38,31 @@ def config_of(
         file: a config; None: that of the weights' run, or the defaults for a Hugging Face folder.
         overrides: `section.key=value` words.
     Raises:
-        ConfigError: a key is not legal.
+        ConfigError: a key is not legal, or a custom model is not named by `overrides` or `file`.
         CheckpointError: the path has no weights, or the config of their run is missing.
     """
     words = [f"checkpoint.initial={json.dumps(weights)}", *overrides]
-    if file is None and (file := _config_file(weights)) is None:
+    found = None if file else _config_file(weights)
+    if not (file or found):
         words = ["model.size=initial", *words]
-    config = RunConfig.load(file, words, fill_from_initial, sections=SECTIONS)
+    config = RunConfig.load(file or found, words, fill_from_initial, sections=SECTIONS)
+    if found and not any(word.startswith("model.name=") for word in overrides):
+        _check_trusted(found, config.model.name)
+    model_spec(config.model.name)  # raises its error before ranks wait for each other
     degrees, train = config.degrees(world_size), config.train
     ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     one_each = train.micro_batch * ranks * config.parallel.pp  # no step is taken
     train = train.model_copy(update={"global_batch": one_each})
     return Automatic(config.model_copy(update={"train": train})).config
+
+
+def _check_trusted(found: Path, name: str) -> None:
+    """Raise ConfigError if a run that the user did not write may choose which code runs."""
+    if is_imported(name):
+        raise ConfigError(
+            f"{found} is of the custom model {name}, whose code runs only if you name it; add "
+            f"model.name={name}"
+        )
 
 
 def _config_file(weights: str) -> Path | None:

@@ -101,3 +101,19 @@ def test_what_is_refused(
         shutil.copytree(run / "checkpoints" / "step-6", tmp_path / "step-6")
     assert cli.commands([names.get(word, word) for word in words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_run_may_not_choose_which_code_runs(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    config = (copied / "config.toml").read_text()
+    (copied / "config.toml").write_text(config.replace('name = "llama"', 'name = "theirs:SPEC"'))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('their code ran')")
+    monkeypatch.chdir(tmp_path)
+    assert cli.commands(["eval", str(copied)]) == 1
+    assert "whose code runs only if you name it; add model.name=theirs:SPEC" in (
+        capsys.readouterr().err
+    )
+    assert cli.commands(["eval", str(copied), "model.name=theirs:SPEC"]) == 1
+    assert "their code ran" in capsys.readouterr().err
