@@ -18,6 +18,7 @@ from dtron.parallelisms.placement import (
     Shard,
     Unit,
     colwise,
+    contains,
     experts,
     heads,
     prepare_input,
@@ -209,3 +210,12 @@ class ModelSpec:
     """Names in Hugging Face's format; None: transformers has no such model."""
     experts: str = "blocks.*.ffn.experts"
     """Modules with stacked experts, for expert parallelism."""
+    gates: tuple[str, ...] = ("blocks.*.ffn.router", "blocks.*.ffn.shared_gate")
+    """Modules of layers whose matrices Muon leaves to AdamW, as embedding and head."""
+
+    def is_hidden_matrix(self, fqn: str, n_dims: int) -> bool:
+        """Whether Muon updates a parameter: a matrix, or a stack of matrices, of a layer."""
+        if n_dims not in (2, 3) or fqn.endswith("bias"):
+            return False
+        in_gate = any(contains(pattern, fqn) for pattern in self.gates)
+        return contains(self.layer.format("*"), fqn) and not in_gate

@@ -30,6 +30,7 @@ __all__ = [
     "Unit",
     "change_argument",
     "colwise",
+    "contains",
     "experts",
     "first_tensor",
     "heads",
@@ -254,6 +255,11 @@ def matches(pattern: str, fqn: str) -> bool:
     """Whether an FQN matches a pattern, component by component."""
     parts, names = pattern.split("."), fqn.split(".")
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
+
+
+def contains(pattern: str, fqn: str) -> bool:
+    """Whether a pattern matches an FQN, or the FQN of a module that contains it."""
+    return matches(pattern, ".".join(fqn.split(".")[: pattern.count(".") + 1]))
 
 
 def select(model: nn.Module, pattern: str) -> dict[str, nn.Module]:

@@ -326,24 +326,48 @@ class Train(Section):
     rank waits for the collection of another rank."""
 
 
+class OptimGroup(Section):
+    """One table of `optim.groups`: parameters with their own learning rate or weight decay."""
+
+    match: Annotated[Text, Field(min_length=1)]
+    """Pattern of FQNs of parameters, or of modules that contain them; `*` is one component."""
+    lr: float | None = Field(default=None, gt=0, le=1e6)
+    """Peak learning rate, with the schedule of all others. Left out: `optim.lr`."""
+    weight_decay: float | None = Field(default=None, ge=0, le=1e6)
+    """Weight decay, of vectors too. Left out: `optim.weight_decay` for matrices, 0 for vectors."""
+
+
 class Optim(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """A key of dtron.training.optim.OPTIMIZERS. `sgd` has no momentum and no weight decay."""
+    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    """A key of dtron.training.optim.OPTIMIZERS. `muon`: Muon for the matrices of layers, AdamW for
+    the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum. `sgd` has no
+    momentum and no weight decay."""
     lr: float = Field(default=3e-4, gt=0, le=1e6)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay rate of the first moment."""
+    """Decay rate of the first moment of AdamW, also in Muon; weight of the momentum in Lion's
+    update."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay rate of the second moment."""
+    """Decay rate of the second moment of AdamW, also in Muon; decay rate of Lion's momentum."""
     eps: float = Field(default=1e-8, gt=0, le=1.0)
-    """AdamW's epsilon, which is added to the square root of the second moment."""
+    """AdamW's epsilon, also in Muon, which is added to the square root of the second moment."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's decay rate of the momentum, which is Nesterov's."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How Muon scales the learning rate of a matrix (A, B), as torch.optim.Muon names it.
+    `match_rms_adamw`: by 0.2 sqrt(max(A, B)), so that updates are as large as AdamW's, with its
+    learning rates. `original`: by sqrt(max(1, A / B)), with learning rates of about 0.02."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of AdamW's moments. bfloat16 saves 4 of their 8 bytes per parameter; beta2 must then be
-    at most 0.99, since the smaller changes of a larger beta2 are lost in bfloat16."""
+    """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
+    4 of Muon's matrices and of Lion. beta2 must then be at most 0.99, since the smaller changes of
+    a larger beta2 are lost in bfloat16."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
-    """AdamW's decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    groups: tuple[OptimGroup, ...] = Field(default=(), strict=False)
+    """Parameters with their own `lr` or `weight_decay`: tables [[optim.groups]]. The first table
+    that matches a parameter applies."""
 
 
 class Schedule(Section):

@@ -99,15 +99,30 @@ def _wrong_weights(config: "RunConfig") -> str:
     return ""
 
 
+def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
+    """Yield an error for each table of `optim.groups` that changes nothing."""
+    for group in config.optim.groups:
+        if group.lr is None and group.weight_decay is None:
+            yield f"optim.groups: match = {group.match!r} sets neither lr nor weight_decay; set one"
+        elif group.weight_decay is not None and config.optim.name == "sgd":
+            yield (
+                f"optim.groups: weight_decay = {group.weight_decay} of match = {group.match!r} has "
+                'no effect with optim.name = "sgd"; leave it out'
+            )
+
+
 _FLOAT8 = " ".join(
     f"float8.{key}" for key in Float8.model_fields if key not in ("recipe", "dispatch")
 )
 
 EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
-        "optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.moments",
-        needs='optim.name = "adamw"',
+        "optim.beta1 optim.beta2 optim.weight_decay optim.moments",
+        lambda c: c.optim.name != "sgd",
+        needs='optim.name = "adamw", "muon" or "lion"',
     ),
+    Rule("optim.eps", needs='optim.name = "adamw" or optim.name = "muon"'),
+    Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
         "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
@@ -198,6 +213,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
 """Keys that have an effect only with certain values of other keys."""
 
 SETTINGS: tuple[Rule["RunConfig"], ...] = (
+    Rule("optim.groups", finds_none(_idle_group_keys)),
     Rule(
         "optim.moments optim.beta2",
         lambda c: c.optim.moments != "bfloat16" or c.optim.beta2 <= 0.99,

@@ -25,7 +25,7 @@ _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_
 _UPDATES = tuple(
     f"{section}.{key}"
     for section, keys in {
-        "optim": "beta1 beta2 eps weight_decay",
+        "optim": "beta1 beta2 eps weight_decay momentum adjust_lr_fn groups",
         "train": "global_batch dtype max_grad_norm",
         "parallel": "reduce_dtype",
         "data": "mask_documents",

@@ -31,6 +31,7 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
 from dtron.parallelisms.placement import Row
 from dtron.setup.float8_plan import Float8Plan, plan_float8
+from dtron.setup.optim_groups import idle_groups
 from dtron.setup.versions import release
 
 
@@ -523,8 +524,12 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
+    Rule(
+        "optim.groups model.name",
+        finds_none(lambda c: idle_groups(c.config.model.name, c.model, c.config.optim.groups)),
+    ),
 )
-"""Rules about single float8 layers, checked if no other rule is broken."""
+"""Rules about single layers and parameters, checked if no other rule is broken."""
 
 
 def cpu_warnings(config: RunConfig, device: torch.device) -> Iterator[str]:

@@ -14,7 +14,9 @@ does. Recipes whose scales follow a rank's own tokens or columns are not equal u
 there gradients are as far from those without float8, in dB, as one process's are, within 1 dB.
 
 Moments in bfloat16: one process keeps them so too, over whole parameters. For the same reason these
-cases are float64; tests/kernels/test_adamw.py compares the update itself with torch's.
+cases are float64; tests/kernels/test_adamw.py compares the update itself with torch's. Muon too:
+its Newton-Schulz in bfloat16 turns a difference in the last bit of float32 into one of bfloat16,
+so that float64 models take float64 there. Lion too: a sign may differ where a gradient is nearly 0.
 """
 
 import functools
@@ -74,7 +76,10 @@ OPTIMIZERS = {
     "narrow_adamw": Optim(
         name="adamw", lr=0.02, eps=1e-4, weight_decay=0.3, moments="bfloat16", beta2=0.95
     ),
+    "muon": Optim(name="muon", lr=0.02, eps=1e-4, weight_decay=0.3),
+    "lion": Optim(name="lion", lr=0.002, weight_decay=0.3),
 }
+_OWN = {"narrow_adamw", "muon", "lion"}
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 FIGURE = 1e-6
 """Deviations of logged figures up to this count as 0: routers log float32, whatever the model
@@ -154,7 +159,7 @@ class Case:
     """Rows are documents of 1 to T + 3 tokens, packed as in training; empty: random tokens."""
     steps: int = 2
     """Then validation is compared too, unless there is one step or blocks are compiled."""
-    optimizer: Literal["sgd", "adamw", "narrow_adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "narrow_adamw", "muon", "lion"] = "sgd"
     float8: Float8 = Float8()
 
     def __post_init__(self) -> None:
@@ -517,10 +522,12 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
 
 
 def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's own, over whole parameters; with narrow moments, which torch lacks, dtron's."""
+    """torch's own, over whole parameters; dtron's where torch lacks it: narrow moments, Lion,
+    Newton-Schulz in float64 (tests/training/test_optim.py compares these)."""
     options = OPTIMIZERS[case.optimizer]
-    if options.moments == "bfloat16":
-        return build_optimizer(model.named_parameters(), options)
+    if case.optimizer in _OWN:
+        hidden = MODELS[case.model].is_hidden_matrix
+        return build_optimizer(model.named_parameters(), options, hidden)
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=options.lr)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -538,7 +545,7 @@ def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 def _clip_and_update(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Returns the norm of all gradients before."""
     options = OPTIMIZERS[case.optimizer]
-    if options.moments == "bfloat16":  # the same float32 factors: else moments round differently
+    if case.optimizer in _OWN:  # the same float32 factors: else moments round differently
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         update(optimizer, clip_scale(norm, MAX_NORM), options.lr)
     else:

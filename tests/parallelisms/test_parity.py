@@ -373,8 +373,32 @@ SHARED_HEADS = [
     Case("llama", 8, Parallel(tp=8), override={"n_heads": 8, "head_dim": 8}, optimizer="adamw"),
 ]
 """More tp ranks than key/value heads."""
+SCALED: dict[str, Any] = {"optimizer": "muon", "dtype": "float64"}
+UPDATED = [
+    *[
+        Case("llama", 2, parallel, **SCALED)
+        for parallel in (
+            Parallel(zero=3),
+            Parallel(zero=1),
+            Parallel(dp_replicate=2, dp_shard=1),
+            Parallel(tp=2),
+            Parallel(pp=2, schedule="1F1B"),
+            Parallel(cp=2),
+        )
+    ],
+    Case("llama", 3, **SCALED),  # uneven shards
+    Case("llama", 4, Parallel(tp=2), **SCALED),
+    Case("deepseek_v3", 2, Parallel(ep=2), override=MTP, **SCALED),
+    Case("deepseek_v3", 4, Parallel(pp=2, tp=2, schedule=V), override=MTP, **SCALED),
+    Case("qwen3_moe", 4, Parallel(ep=2, etp=2), **SCALED),
+    Case("mixtral", 4, Parallel(dp_replicate=2, ep=2), **SCALED),
+    Case("gpt_oss", 4, Parallel(tp=2, ep=2), **SCALED),
+    Case("llama", 4, Parallel(tp=2), optimizer="lion", dtype="float64"),
+]
+"""Optimizers in every layout: Muon exchanges shards of its matrices."""
 SPECIAL = [
     *[Case(model) for model in MODELS],
+    *UPDATED,
     *[Case("llama", 4, Parallel(dp_replicate=n, dp_shard=4 // n)) for n in (1, 4)],
     Case("llama", 4, Parallel(dp_replicate=2, prefetch=2)),
     Case(

@@ -52,25 +52,28 @@ def model_with_gradients(value: float) -> nn.Linear:
     return model
 
 
-ALL = [Optim(name="adamw"), Optim(name="adamw", moments="bfloat16"), Optim(name="sgd")]
+ALL = [
+    Optim(name="adamw"),
+    Optim(name="adamw", moments="bfloat16"),
+    Optim(name="sgd"),
+    Optim(name="muon"),
+    Optim(name="lion", moments="bfloat16"),
+]
 
 
-@pytest.mark.parametrize("options", ALL, ids=["adamw", "narrow adamw", "sgd"])
+@pytest.mark.parametrize("options", ALL, ids=["adamw", "narrow adamw", "sgd", "muon", "lion"])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_non_finite_norm_changes_nothing_and_training_goes_on(options: Optim, norm: float) -> None:
     model = model_with_gradients(1.0)
     optimizer = build_optimizer(model.named_parameters(), options)
     update(optimizer, clip_scale(torch.tensor(5.0), 1.0), 0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    state = [s["exp_avg"].clone() for s in optimizer.state.values() if "exp_avg" in s]
-    steps = [s["step"].clone() for s in optimizer.state.values() if "step" in s]
+    state = copy.deepcopy(list(optimizer.state.values()))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, norm)
     update(optimizer, clip_scale(torch.tensor(norm), 1.0), 0.1)
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    after = [s["exp_avg"] for s in optimizer.state.values() if "exp_avg" in s]
-    torch.testing.assert_close(after, state, rtol=0, atol=0)
-    assert [s["step"] for s in optimizer.state.values() if "step" in s] == steps
+    torch.testing.assert_close(list(optimizer.state.values()), state, rtol=0, atol=0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     update(optimizer, clip_scale(torch.tensor(1.0), 1.0), 0.1)
@@ -108,6 +111,8 @@ def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
     parameters = [nn.Parameter(placed(i, w.clone())) for i, w in enumerate(wholes)]
     if meshes:
         made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
+    elif name == "muon":
+        made = TorchMuon(parameters[:4], parameters[4:], options)
     elif name == "adamw":
         settings = {"lr": 0.1, "betas": (options.beta1, options.beta2), "eps": options.eps}
         groups = [
@@ -132,11 +137,99 @@ def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+class TorchMuon:
+    """torch.optim.Muon for matrices, AdamW for vectors."""
+
+    def __init__(
+        self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], options: Optim
+    ) -> None:
+        muon = {"weight_decay": options.weight_decay, "momentum": options.momentum}
+        betas = (options.beta1, options.beta2)
+        self.both = (
+            torch.optim.Muon(matrices, options.lr, **muon, adjust_lr_fn=options.adjust_lr_fn),
+            torch.optim.AdamW(vectors, options.lr, betas, options.eps, weight_decay=0.0),
+        )
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_steps_over_shards_are_those_of_torch_over_whole_tensors(name: str) -> None:
     ours, theirs = run_ranks(4, _trained, name, True), run_ranks(4, _trained, name, False)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+def test_muon_is_torchs_muon(adjust_lr_fn: str) -> None:
+    """Wide, square and tall matrices; equal ones are one batch. Stacks are matrices each."""
+    shapes = [(8, 16), (16, 8), (24, 24), (8, 16), (2, 16, 8), (16,)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    stack = [nn.Parameter(p.clone()) for p in theirs[4].detach().unbind()]
+    keys = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": adjust_lr_fn}
+    options = Optim.model_validate({"name": "muon", **keys})
+    optimizer = build_optimizer(((str(i), p) for i, p in enumerate(ours)), options)
+    other = TorchMuon([*theirs[:4], *stack], theirs[5:], options)
+    for _ in range(3):
+        for own, others in zip(ours, theirs, strict=True):
+            own.grad = torch.randn_like(own)
+            others.grad = own.grad * 0.5
+        assert theirs[4].grad is not None
+        for matrix, grad in zip(stack, theirs[4].grad, strict=True):
+            matrix.grad = grad
+        update(optimizer, torch.tensor(0.5), options.lr)
+        other.step()
+    theirs[4].data = torch.stack([p.detach() for p in stack])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_lion_is_its_formula(moments: str) -> None:
+    keys = {"beta1": 0.8, "beta2": 0.99, "weight_decay": 0.2, "moments": moments}
+    options = Optim.model_validate({"name": "lion", **keys})
+    p = nn.Parameter(torch.randn(7, 5))
+    optimizer = build_optimizer([("p", p)], options)
+    wanted, m = p.detach().clone(), torch.zeros(7, 5)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        g = p.grad * 0.5
+        wanted = wanted * (1 - 0.1 * 0.2) - 0.1 * (0.8 * m + 0.2 * g).sign()
+        m = (0.99 * m + 0.01 * g).to(getattr(torch, moments)).float()
+        update(optimizer, torch.tensor(0.5), 0.1)
+    torch.testing.assert_close(p.detach(), wanted)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"].float(), m, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+def test_groups_have_their_own_lr_and_decay(name: str) -> None:
+    """The first that matches; a module's name stands for its parameters."""
+    decays = name != "sgd"
+    tables = [
+        {"match": "norm", "lr": 0.5, **({"weight_decay": 0.7} if decays else {})},
+        {"match": "*.bias", "lr": 0.02},
+        {"match": "norm.weight", "lr": 0.03},
+    ]
+    options = Optim.model_validate({"name": name, "lr": 0.1, "groups": tables})
+    model = Stacked()
+    optimizer = build_optimizer(model.named_parameters(), options)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    update(optimizer, torch.tensor(1.0), 0.05)  # half of the peak
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rates = {name: of[id(p)]["lr"] for name, p in model.named_parameters()}
+    assert rates == pytest.approx(
+        {
+            **{"norm.weight": 0.25, "norm.bias": 0.25, "linear.bias": 0.01},
+            **{"linear.weight": 0.05, "up": 0.05, "up_bias": 0.05},
+        }
+    )
+    assert of[id(model.norm.weight)]["weight_decay"] == (0.7 if decays else 0.0)
+    assert model.norm.weight.detach().unique().tolist() == pytest.approx(
+        [1 - 0.25 * 0.7 if decays else 1.0]
+    )
 
 
 class Stacked(nn.Module):
