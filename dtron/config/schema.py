@@ -326,6 +326,10 @@ class Train(Section):
     rank waits for the collection of another rank."""
 
 
+MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0}
+"""Moments per parameter, by optimizer; Muon has one of each matrix that it updates itself."""
+
+
 class OptimGroup(Section):
     """One table of `optim.groups`: parameters with their own learning rate or weight decay."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
-from dtron.plan import activations
+from dtron.plan import activations, muon
 from dtron.plan.hardware import Hardware
 from dtron.plan.parameters import Unit, gathered_bytes, held, unit, units
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
@@ -92,6 +92,7 @@ def collectives(run: Resolved, rank: int, domain: int = 8) -> list[Collective]:
         found += activation_collectives(run, stage, domain)
         found += _pipeline(run, stage, domain)
     found += _step(run, rank, domain)
+    found += muon_collectives(run, rank, domain)
     return [c for c in found if c.ranks > 1 and c.count and c.size]
 
 
@@ -363,6 +364,21 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
     for axes, kind, size in found:
         ranks, inside = group(run, axes, domain)
         yield Collective(_name(run, axes), kind, size, 1, "step", ranks, inside)
+
+
+def muon_collectives(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
+    """Yield the exchanges of Muon's update: shards to the owners of matrices, and back."""
+    names = {"fsdp": FSDP_AXES, "tp": ("tp",), "dp_replicate": ("dp_replicate",)}
+    for batch in muon.batches(run, rank):
+        size = 2.0 * batch.elements / batch.calls
+        for axis, ranks in batch.axes.items():
+            if axis in names:
+                inside, name = group(run, names[axis], domain)[1], _name(run, names[axis])
+            else:
+                name = axis
+                inside = expert_group(run, axis, domain)[1] if axis != "etp" else min(ranks, domain)
+            kind, times = ("all_gather", 1) if axis == "dp_replicate" else ("all_to_all", 2)
+            yield Collective(name, kind, size, times * batch.calls, "step", ranks, inside)
 
 
 def _tied(run: Resolved, rank: int) -> float:

@@ -141,7 +141,11 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     elements, shard = (sum(getattr(u, k) for u in held(run, rank)) for k in ("gathered", "shard"))
     classes: dict[str, float] = {**replay.at_peak(run, rank)}
     # The replay leaves out the norm before a tied head.
-    classes["parameters"], classes["optimizer"] = 4.0 * shard, float(sum(run.moments) * shard)
+    hidden = sum(unit.hidden_shard for unit in held(run, rank))
+    classes["parameters"] = 4.0 * shard
+    classes["optimizer"] = float(
+        sum(run.moments(False)) * (shard - hidden) + sum(run.moments(True)) * hidden
+    )
     summed = run.reduce_element * elements if run.times_reduced < run.micro_batches else 0
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))
     state += max(4.0 * shard, summed)

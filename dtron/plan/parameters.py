@@ -36,6 +36,7 @@ class Parameter:
         expert: whether it holds the stacked weights of a layer's experts.
         padded: whether its vocabulary is padded, so that FSDP shards dim 1 instead of dim 0.
         partial: whether its gradient is a partial sum on each tp rank.
+        hidden: whether it is a matrix that Muon would update.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Parameter:
     expert: bool
     padded: bool
     partial: bool
+    hidden: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Unit:
     narrow: int = 0
     """Elements of `gathered` that FSDP gathers in float8 (`float8.all_gather`)."""
     narrow_shard: int = 0
+    hidden_shard: int = 0
+    """Elements of `shard` in matrices that Muon would update."""
     columns: int = 0
     """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
     once more after an all-gather and before a reduction."""
@@ -117,6 +121,7 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
                 experts,
                 fqn in padded,
                 fqn in made.partial,
+                spec.is_hidden_matrix(fqn, parameter.dim()),
             )
         )
     return {part: tuple(parameters) for part, parameters in found.items()}
@@ -195,6 +200,7 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None 
         sizes.shard * parameter.partial,
         sizes.gathered * sizes.narrow,
         sizes.shard * sizes.narrow,
+        sizes.shard * sizes.hidden,
         sizes.gathered * sizes.columns,
     )
 
@@ -214,14 +220,23 @@ class Sizes:
     """Whether the parameter belongs to experts on a separate mesh."""
     narrow: bool
     """Whether FSDP gathers the parameter in float8."""
+    hidden: bool
+    """Whether it is a matrix that Muon would update."""
 
 
 def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
-    shape, dim, ranks = (_expert_part if separate else _dense_part)(run, parameter)
-    shard = [-(-size // ranks) if i == dim else size for i, size in enumerate(shape)]
+    shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
-    return Sizes(math.prod(shape), math.prod(shard), dim > 0 and ranks > 1, separate, narrow)
+    columns = dim > 0 and ranks > 1
+    return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, parameter.hidden)
+
+
+def local_shapes(run: Resolved, parameter: Parameter) -> tuple[list[int], list[int], int, int]:
+    """Return (shape after tp or ep, shape of a shard, the dim that FSDP shards, its ranks)."""
+    separate = parameter.expert and run.separate_experts
+    shape, dim, ranks = (_expert_part if separate else _dense_part)(run, parameter)
+    return shape, [-(-n // ranks) if i == dim else n for i, n in enumerate(shape)], dim, ranks
 
 
 def _dense_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, int]:

@@ -90,6 +90,8 @@ class _UnitMemory:
     """The dense part, and experts on a separate mesh."""
     shards: list[int]
     """Elements of each parameter's shard."""
+    moments: list[int]
+    """Bytes of each moment."""
     kept: list[int]
     """Tensors kept on the device for the backward."""
     moved: list[int]
@@ -117,7 +119,7 @@ class _UnitMemory:
 
         Weights are merged too, unless they are cast or copied one by one.
         """
-        for name in ("shards", "kept", "moved", "again", "read", "read_again", "queued"):
+        for name in ("shards", "moments", "kept", "moved", "again", "read", "read_again", "queued"):
             sizes = getattr(self, name)
             setattr(self, name, [sum(sizes)] if sizes else [])
         for group in self.groups:
@@ -216,8 +218,8 @@ class _Replay:
             self.pool.take(4 * shard, "parameters")
 
     def take_moments(self) -> None:
-        for shard in self._shards():
-            self._take([moment * shard for moment in self.run.moments], "optimizer")
+        for unit in (unit for listed in self.stages.values() for unit in listed):
+            self._take(unit.moments, "optimizer")
 
     def _shards(self) -> list[int]:
         return [n for listed in self.stages.values() for unit in listed for n in unit.shards]
@@ -500,9 +502,11 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         if unit.kind == "head" or unit.name == "root":  # kept by the final norm
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
+        each_size = sizes(run, unit.kind)
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
-            [each.shard for each in sizes(run, unit.kind)],
+            [each.shard for each in each_size],
+            [each.shard * size for each in each_size for size in run.moments(each.hidden)],
             kept,
             moved,
             again,

@@ -23,14 +23,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dtron.config import RunConfig
+from dtron.config import MOMENTS, RunConfig
 from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
-from dtron.plan.run_shape import ELEMENT, MOMENTS, Resolved
+from dtron.plan.run_shape import ELEMENT, Resolved
 from dtron.plan.saved_tensors import block
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
@@ -480,7 +480,8 @@ def _least_bytes(
     optim = config.optim
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     whole = 6.0 if choice["micro_batches"] > 1 else 0.0
-    own = 8.0 + MOMENTS[optim.name] * ELEMENT[optim.moments]
+    moments = 1 if optim.name == "muon" else MOMENTS[optim.name]
+    own = 8.0 + moments * ELEMENT[optim.moments]
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"

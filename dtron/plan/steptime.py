@@ -26,10 +26,17 @@ from dtron.errors import ConfigError
 from dtron.float8.recipes import RECIPES
 from dtron.parallelisms.draw.timelines import Timeline
 from dtron.parallelisms.pipeline.schedule_ops import Kind
-from dtron.plan.communication import Collective, activation_collectives, collectives, gathers
+from dtron.plan.communication import (
+    Collective,
+    activation_collectives,
+    collectives,
+    gathers,
+    muon_collectives,
+)
 from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, together, total
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
+from dtron.plan.muon import newton_schulz
 from dtron.plan.parameters import by_keeping, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
@@ -48,6 +55,8 @@ ADAMW = {"float32": 28, "bfloat16": 20}
 ADAMW_RATE = 0.8
 """ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
 update, as a fraction of a copy's rate."""
+MUON, LION = 124, 116
+"""Bytes per element that their operators move, counted in dtron/training/optim; not measured."""
 
 
 @dataclass(frozen=True)
@@ -390,9 +399,18 @@ def copied_bytes(run: Resolved, rank: int) -> float:
 
 
 def _update(run: Resolved, hardware: Hardware) -> float:
-    most = max(sum(u.shard for u in held(run, rank)) for rank in range(run.degrees["pp"]))
-    moved = most * (ADAMW[run.config.optim.moments] + 4)  # the norm also reads gradients
-    return moved / (ADAMW_RATE * hardware.copy)
+    return max(_update_of(run, rank, hardware) for rank in range(run.degrees["pp"]))
+
+
+def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
+    optim, muon_too = run.config.optim, run.config.optim.name == "muon"
+    every = sum(unit.shard for unit in held(run, rank))
+    hidden = sum(unit.hidden_shard for unit in held(run, rank)) if muon_too else 0
+    moved = (every - hidden) * (LION if optim.name == "lion" else ADAMW[optim.moments])
+    moved += hidden * MUON + every * 4  # the norm also reads gradients
+    sent = muon_collectives(run, rank, hardware.domain)
+    exchanged = sum(each.seconds(hardware) for each in sent)
+    return moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
 
 
 def timeline(run: Resolved, hardware: Hardware) -> Timeline:

@@ -16,7 +16,7 @@ from dtron.checkpoint.initial_weights import (
     check_tokenizer,
     open_initial,
 )
-from dtron.config import RunConfig
+from dtron.config import MOMENTS, RunConfig
 from dtron.config.rule import refuse
 from dtron.data import (
     Tokenizer,
@@ -219,7 +219,7 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     Warn if they take more than half of the available memory. Raises ConfigError: they do not fit.
     Activations are not counted.
     """
-    moments = 2 * DTYPES[config.optim.moments].itemsize if config.optim.name == "adamw" else 0
+    moments = MOMENTS[config.optim.name] * DTYPES[config.optim.moments].itemsize
     copies = config.degrees(place.world_size)["dp_replicate"]
     each = 4 + 4 + moments  # weights and gradients are float32
     needed = n_parameters(model) * each * copies * place.local_world_size / place.world_size

@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dtron.config import Parallel
 from dtron.models import MODELS
 from dtron.parallelisms import Mesh
+from dtron.parallelisms.gradients import local_part
+from dtron.plan.communication import muon_collectives
+from dtron.plan.run_shape import Resolved
 from dtron.run.collective_counter import CollectiveCounter
 from dtron.training.loss import VocabularyShard, cross_entropy_sum
-from dtron.training.optim import build_optimizer
+from dtron.training.optim import build_optimizer, update
 from dtron.training.step import TrainStep, as_micro_batch
 from tests.harness import run_ranks
 from tests.parallelisms.parity import (
@@ -153,3 +157,51 @@ def test_chunks_of_the_loss_share_one_gather_and_one_reduction() -> None:
         for name, figures in chunked.items():
             assert figures["count"] == at_once[name]["count"] + more.get(name, 0), name
             assert figures["bytes"] == at_once[name]["bytes"], name
+
+
+def count_update(case: Case) -> tuple[dict[str, Counts], int]:
+    """On one rank: collectives of Muon's update by axis, and elements of this rank's matrices."""
+    config, layout = case.resolved()
+    mesh = mesh_of(case)
+    applied = build_parallel(case, config, layout, mesh)
+    hidden = MODELS[case.model].is_hidden_matrix
+    named = list(applied.named_parameters())
+    optimizer = build_optimizer(named, case.config().optim, hidden)
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    with counter(mesh) as made:
+        update(optimizer, torch.tensor(1.0), 0.1)
+    return made.table(), sum(local_part(p).numel() for n, p in named if hidden(n, p.dim()))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "calls"),
+    [
+        # batches of equal matrices: wq and wo, wk and wv, gate and up, down; tp splits wq otherwise
+        (Parallel(dp_shard=2), {"dp_shard": ("all_to_all", 2 * 4, 2)}),
+        (
+            Parallel(dp_shard=2, tp=2),
+            {"dp_shard": ("all_to_all", 2 * 5, 2), "tp": ("all_to_all", 2 * 5, 2)},
+        ),
+        (Parallel(dp_replicate=2, dp_shard=1), {"dp_replicate": ("all_gather", 4, 1)}),
+    ],
+    ids=["fsdp", "fsdp and tp", "replicas"],
+)
+def test_muon_sends_shards_once_to_the_owners_and_once_back(
+    parallel: Parallel, calls: dict[str, tuple[str, int, int]]
+) -> None:
+    """In bfloat16; of the axes that share a matrix, each does so."""
+    world = parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    case = Case("llama", world, parallel, override={"n_layers": 4}, optimizer="muon")
+    for found, elements in run_ranks(world, count_update, case):
+        assert found == {
+            axis: {name: {"count": count, "bytes": times * 2 * elements}}
+            for axis, (name, count, times) in calls.items()
+        }
+        planned: dict[str, Counts] = {}
+        for each in muon_collectives(Resolved.of(case.config(), world), 0, 8):
+            of_axis = planned.setdefault(each.axis, {})
+            total = of_axis.setdefault(each.kind, {"count": 0, "bytes": 0})
+            total["count"] += int(each.count)
+            total["bytes"] += int(each.count * each.size)
+        assert planned == found

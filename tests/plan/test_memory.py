@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtron.config import Optim, Parallel, RunConfig
+from dtron.models import MODELS
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, worst
@@ -15,16 +16,28 @@ from dtron.plan.steptime import predict
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep
 from tests.harness import run_ranks
-from tests.parallelisms.parity import Case, build_parallel, connect, mesh_of, micro_batches
+from tests.parallelisms.parity import (
+    OPTIMIZERS,
+    Case,
+    build_parallel,
+    connect,
+    mesh_of,
+    micro_batches,
+)
 
 CASES = [
     Case("llama", 4, Parallel(tp=2, dp_shard=2)),
     Case("gpt", 4, Parallel(tp=2, pp=2, zero=1)),
     Case("qwen3", 2, Parallel(dp_shard=2, zero=2), override={"tied": True}),
-    Case("mixtral", 4, Parallel(tp=2, ep=2, dp_shard=2)),
+    Case("mixtral", 4, Parallel(tp=2, ep=2, dp_shard=2), optimizer="muon"),
     Case("deepseek_v3", 4, Parallel(pp=2, dp_shard=2, ep=2, schedule="Interleaved1F1B")),
     Case("deepseek_v3", 4, Parallel(pp=2, tp=2, ep=2), override={"mtp": 1}),
 ]
+
+
+def optim(case: Case) -> Optim:
+    """AdamW, or Muon, which has one moment of each hidden matrix."""
+    return OPTIMIZERS["muon"] if case.optimizer == "muon" else Optim()
 
 
 def state_bytes(case: Case) -> tuple[int, int, int, int]:
@@ -34,7 +47,8 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
     mesh = mesh_of(case)
     applied = build_parallel(case, config, layout, mesh)
     named = dict(applied.named_parameters())  # a tied weight of two stages of a rank comes once
-    optimizer = build_optimizer(named.items(), Optim())
+    hidden = MODELS[case.model].is_hidden_matrix
+    optimizer = build_optimizer(named.items(), optim(case), hidden)
     model = connect(case, applied, config, layout, mesh)
     step = TrainStep(model, optimizer, 1.0)
     step.accumulate(micro_batches(case, mesh, 0, config.mtp), 0)
@@ -53,7 +67,7 @@ def state_bytes(case: Case) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_model_state_of_real_ranks(case: Case) -> None:
     """To the byte, of the first rank of each stage: others' shards are smaller by their padding."""
-    config = case.config().model_copy(update={"optim": Optim()})
+    config = case.config().model_copy(update={"optim": optim(case)})
     planned = memory(Resolved.of(config, case.world))
     found = run_ranks(case.world, state_bytes, case)
     for rank in planned:

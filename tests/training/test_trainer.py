@@ -330,6 +330,22 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     assert (split / "config-1.toml").exists()
 
 
+def test_muon_resumes_under_another_layout(tmp_path: Path) -> None:
+    """The update of the next step has the same momentum. (Its Newton-Schulz in bfloat16 rounds
+    weights differently in each layout, so that only this step can be compared closely.)"""
+    muon = {"optim__name": "muon", "train__steps": 4, "checkpoint__interval": 3}
+    run_ranks(4, fit, tiny(tmp_path / "a", parallel__tp=2, checkpoint__keep=0, **muon))
+    resume = {"checkpoint__resume": str(tmp_path / "a/checkpoints/step-3")}
+    run_ranks(2, fit, tiny(tmp_path / "b", parallel__dp_replicate=2, **muon, **resume))
+    one, other = (contents(tmp_path / name / "checkpoints/step-4") for name in "ab")
+    moments = [name for name in one if name.startswith("optimizer.")]
+    assert any(name.endswith("blocks.0.attn.wq.weight.momentum_buffer") for name in moments)
+    assert any(name.endswith("embed.weight.exp_avg") for name in moments)
+    for name in moments:
+        gap = (one[name] - other[name]).norm() / one[name].norm()
+        assert gap < 1e-5, name
+
+
 WALKS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     "tied and padded": (
         {
@@ -554,6 +570,7 @@ def values_read_by_the_host(config: RunConfig) -> int:
         {},
         {"optim__moments": "bfloat16"},
         {"optim__name": "sgd"},
+        {"optim__name": "muon"},
         {"faults__on_spike": "skip_data", "faults__spike_window": 2},
         {"parallel__zero": 2, "parallel__reduce_by": "all_to_all", "parallel__copy_engines": True},
         {"float8__recipe": "tensorwise", "float8__all_gather": True, "optim__moments": "bfloat16"},

@@ -32,8 +32,9 @@ from dtron.training.optim.adamw import AdamW
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial, steepest at 0."""
 STEPS, EPS = 5, 1e-7
-LARGEST = 2**27
-"""Elements of a rank's shards that are updated at once; more take several batches."""
+LARGEST = 2**25
+"""Elements of a rank's shards that are updated at once, with about 30 bytes each; more take several
+batches."""
 
 
 class Muon(AdamW):
