@@ -299,6 +299,43 @@ def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
     resolve(load(tmp_path, "", *narrow, "optim.beta2=0.99"), 1)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.momentum=0.9", 'optim.momentum = 0.9 has no effect without optim.name = "muon"'),
+        ("optim.adjust_lr_fn=original", "'original' has no effect without optim.name = \"muon\""),
+        ("optim.name=sgd optim.beta1=0.8", "optim.beta1 = 0.8 has no effect without optim.name ="),
+        ("optim.name=lion optim.eps=1e-4", "optim.eps = 0.0001 has no effect without optim.name ="),
+        ('optim.groups=[{match="embed"}]', "'embed' sets neither lr nor weight_decay; set one"),
+        (
+            'optim.name=sgd optim.groups=[{match="embed",weight_decay=0.1}]',
+            'weight_decay = 0.1 of match = \'embed\' has no effect with optim.name = "sgd"',
+        ),
+        (
+            'optim.groups=[{match="blocks.*.attn.wp",lr=0.1}]',
+            "match = 'blocks.*.attn.wp' matches no parameter of the model; did you mean",
+        ),
+        (
+            'optim.groups=[{match="blocks",lr=0.1},{match="blocks.*.attn",lr=0.2}]',
+            "all parameters that match = 'blocks.*.attn' selects belong to earlier groups; move",
+        ),
+    ],
+)
+def test_optimizer_keys_without_effect_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(load(tmp_path, "", *override.split()), 1)
+    assert message in str(error.value)
+
+
+def test_groups_of_parameters_are_written_as_tables(tmp_path: Path) -> None:
+    groups = '[[optim.groups]]\nmatch = "*.weight"\nlr = 0.1\n[[optim.groups]]\n'
+    config = load(tmp_path, groups + 'match = "blocks.*.attn.*.bias"\nweight_decay = 0\n')
+    assert RunConfig.of(tomllib.loads(config.to_toml())) == config
+    assert config.optim.groups[1].weight_decay == 0
+
+
 def test_a_switch_on_the_command_line_turns_its_dependants_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ FEATURES = [
         }.items()
     ),
     Feature("float8.dispatch", {"float8.dispatch": True}, EXPERTS),
+    *(Feature(name, {"optim.name": name}) for name in ("muon", "lion")),
 ]
 SIZES: dict[str, Any] = {
     **{"n_layers": 4, "vocab_size": 128, "dim": 64, "n_heads": 4, "n_kv_heads": 4},
