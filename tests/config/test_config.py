@@ -309,7 +309,7 @@ def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
         ('optim.groups=[{match="embed"}]', "'embed' sets neither lr nor weight_decay; set one"),
         (
             'optim.name=sgd optim.groups=[{match="embed",weight_decay=0.1}]',
-            'weight_decay = 0.1 of match = \'embed\' has no effect with optim.name = "sgd"',
+            "weight_decay = 0.1 of match = 'embed' has no effect with optim.name = \"sgd\"",
         ),
         (
             'optim.groups=[{match="blocks.*.attn.wp",lr=0.1}]',

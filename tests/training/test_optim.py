@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,7 @@ def _trained(name: str, meshes: bool) -> list[torch.Tensor]:
 
     options = Optim.model_validate({"name": name, "lr": 0.1, "weight_decay": 0.2})
     parameters = [nn.Parameter(placed(i, w.clone())) for i, w in enumerate(wholes)]
+    made: Any
     if meshes:
         made = build_optimizer(((str(i), p) for i, p in enumerate(parameters)), options)
     elif name == "muon":
@@ -143,10 +145,10 @@ class TorchMuon:
     def __init__(
         self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], options: Optim
     ) -> None:
-        muon = {"weight_decay": options.weight_decay, "momentum": options.momentum}
+        muon = (options.lr, options.weight_decay, options.momentum)
         betas = (options.beta1, options.beta2)
         self.both = (
-            torch.optim.Muon(matrices, options.lr, **muon, adjust_lr_fn=options.adjust_lr_fn),
+            torch.optim.Muon(matrices, *muon, adjust_lr_fn=options.adjust_lr_fn),
             torch.optim.AdamW(vectors, options.lr, betas, options.eps, weight_decay=0.0),
         )
 

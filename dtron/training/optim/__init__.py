@@ -96,13 +96,15 @@ def is_matrix(fqn: str, n_dims: int) -> bool:
     return n_dims >= 2 and not fqn.endswith("bias")
 
 
-def update(optimizer: AnyOptimizer, scale: Tensor, lr: float) -> None:
+def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
     """Do one optimizer step with gradients times `scale`; a non-finite `scale` changes nothing.
 
     Args:
+        optimizer: result of `build_optimizer`.
         scale: a float32 scalar on the device; the host does not wait for its value.
         lr: learning rate of this step; `lr_factor` of a group multiplies it.
     """
+    assert isinstance(optimizer, AnyOptimizer), "build_optimizer made it"
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
     optimizer.scale = scale

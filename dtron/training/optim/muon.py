@@ -107,7 +107,7 @@ ADJUST = {
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Orthogonalize matrices (m, A, B): move all singular values to about 1 (0.7 to 1.2)."""
+    """Orthogonalize matrices (m, A, B): move all singular values close to 1 (about 0.5 to 1.5)."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the smaller Gram matrix
@@ -132,7 +132,15 @@ def _batches(members: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Exchang
     for equal in alike.values():
         route = exchanges(equal[0])
         ranks = math.prod(exchange.ranks for exchange in route)
-        largest = -(-math.prod(equal[0].shape) // ranks)  # of all ranks, so that they agree
-        each = max(ranks, LARGEST // max(1, largest))
+        # Of the mean rank: uneven shards differ, and ranks must agree.
+        each = max(ranks, LARGEST * _shards(equal[0]) // max(1, equal[0].numel()))
         for first in range(0, len(equal), each):
             yield equal[first : first + each], route
+
+
+def _shards(parameter: Tensor) -> int:
+    """Return the number of shards of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return math.prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate())
