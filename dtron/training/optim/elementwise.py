@@ -86,8 +86,9 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
             for members in _batches([p for p in group["params"] if p.grad is not None]):
-                self._update(members, group["lr"], *group["betas"], group["weight_decay"])
+                self._update(members, group["lr"], beta1, beta2, group["weight_decay"])
 
     def _update(
         self, members: list[Tensor], lr: float, beta1: float, beta2: float, decay: float
