@@ -121,6 +121,7 @@ _TITAN_LACKS = (
     "train.loss_chunks",
     "optim.name",
     "optim.moments",
+    "optim.groups",
     "recompute.first",
     "recompute.modules",
     "recompute.offload",

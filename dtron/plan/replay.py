@@ -90,8 +90,6 @@ class _UnitMemory:
     """The dense part, and experts on a separate mesh."""
     shards: list[int]
     """Elements of each parameter's shard."""
-    moments: list[int]
-    """Bytes of each moment."""
     kept: list[int]
     """Tensors kept on the device for the backward."""
     moved: list[int]
@@ -113,6 +111,8 @@ class _UnitMemory:
     queued: list[int] = field(default_factory=list)
     """Tensors that only deferred weight gradients need: gradients of matmul results and, in
     float8, also inputs."""
+    moments: list[int] = field(default_factory=list)
+    """Bytes of each moment."""
 
     def join(self) -> None:
         """Merge tensors that are allocated and freed together.
@@ -506,13 +506,13 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
             [each.shard for each in each_size],
-            [each.shard * size for each in each_size for size in run.moments(each.hidden)],
             kept,
             moved,
             again,
             widest,
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
+            moments=[n.shard * size for n in each_size for size in run.moments(n.hidden)],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
             _separate_held(made, *_held_until_weights(run, unit.kind, layer))

@@ -238,6 +238,8 @@ FREE = {
     "optim.beta2",
     "optim.eps",
     "optim.weight_decay",
+    "optim.momentum",  # of Muon, which is refused
+    "optim.adjust_lr_fn",
     "parallel.dispatcher",
     "parallel.ep_capacity",
     *(key for key, _, _ in fields(RunConfig) if key.startswith("checkpoint.")),  # none is saved
