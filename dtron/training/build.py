@@ -167,7 +167,7 @@ def build_run(
         step: TrainStep or a subclass.
     """
     applied, mesh, float8 = model.applied, model.mesh, setup.float8
-    hidden = MODELS[config.model.name].is_hidden_matrix
+    hidden = model_spec(config.model.name).is_hidden_matrix
     optimizer = build_optimizer(applied.named_parameters(), config.optim, hidden)
     micro_batches = config.micro_batches(dist.get_world_size())
     found = routers(applied.parts.values())  # a stage may have no router
