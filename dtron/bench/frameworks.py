@@ -369,12 +369,14 @@ def documents(config: RunConfig) -> list[str]:
 
     torchtitan reads them repeatedly. Raises ConfigError: the data source has no texts.
     """
-    if config.data.source not in CORPORA:
+    if config.data.source not in CORPORA or config.data.has_chats:
         raise ConfigError(
-            f"data.source = {config.data.source!r}: {PEER} needs texts; use data.source=files"
+            f"data.source = {config.data.source!r}, data.format = {config.data.format!r}: {PEER} "
+            "needs texts; use data.source=files data.format=text"
         )
     texts, length = [], 0
     for text in CORPORA[config.data.source](config.data).documents(Reading(config.data)):
+        assert isinstance(text, str), "there are no chats"
         texts.append(text)
         length += len(text)
         if length >= _CHARACTERS:

@@ -8,6 +8,7 @@ from dtron.config.schema import MAX_RANKS, MAX_SECONDS, LocalPath, Section, Stat
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """Name of a source in metrics and checkpoints."""
+Format = Literal["text", "chat", "prompt_completion"]
 SourcePaths = Annotated[tuple[StatedPath, ...], Field(strict=False, min_length=1)]
 
 
@@ -23,6 +24,8 @@ class MixtureSource(Section):
     weight up to the first of `data.mixture_steps`, then up to the second, ..."""
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     """How often the source may be read; then the others share its weight. Left out: no limit."""
+    format: Format | None = None
+    """As `data.format`, which it is if left out."""
 
     @field_validator("weight")
     @classmethod
@@ -44,6 +47,8 @@ class ValidationSet(Section):
     """Name of the set in the metrics."""
     paths: SourcePaths
     """As `data.paths`."""
+    format: Format | None = None
+    """As `data.format`, which it is if left out."""
 
 
 class Data(Section):
@@ -56,6 +61,13 @@ class Data(Section):
     """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
     with one document per line, .txt with one document per file, each also as .gz or .zst, and
     .parquet. Folders of `source = "prepared"`. Both may be URLs, such as s3://bucket/folder."""
+    format: Format = "text"
+    """What a row is. `text`: a text, which is trained on whole. `chat`: a conversation, `messages`
+    of {role, content} and perhaps `tools`; only tokens of assistants have a loss.
+    `prompt_completion`: two texts or lists of messages; only the completion has a loss."""
+    chat_template: StatedPath = ""
+    """Template that renders chats: the path of a jinja file, or `chatml`. Empty: the tokenizer's
+    own, in its folder; for bytes `chatml`."""
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: StatedPath = "byte"
@@ -114,18 +126,33 @@ class Data(Section):
     def parts(self) -> dict[str, "Data"]:
         """Sources of the mixture by name, as sections of their own; without a mixture, `self`, with
         the name ""."""
-        return {each.name: self._of(each.paths) for each in self.mixture} or {"": self}
+        return {each.name: self._of(each) for each in self.mixture} or {"": self}
 
     @property
     def validation_parts(self) -> dict[str, "Data"]:
         """Corpora of `validation` by name, as sections of their own that hold nothing out."""
-        return {each.name: self._of(each.paths, 0.0) for each in self.validation}
+        return {each.name: self._of(each, 0.0) for each in self.validation}
 
-    def _of(self, paths: tuple[str, ...], validation_fraction: float | None = None) -> "Data":
-        changed = {"paths": paths, "mixture": (), "mixture_steps": (), "validation": ()}
+    def _of(
+        self, one: MixtureSource | ValidationSet, validation_fraction: float | None = None
+    ) -> "Data":
+        changed = {"paths": one.paths, "mixture": (), "mixture_steps": (), "validation": ()}
+        if one.format is not None:
+            changed["format"] = one.format
         if validation_fraction is not None:
             changed["validation_fraction"] = validation_fraction
         return self.model_copy(update=changed)
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some tokens of a document have a loss."""
+        return self.format != "text"
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a part of the data, or a validation set, is not of texts."""
+        parts = [*self.parts.values(), *self.validation_parts.values()]
+        return any(part.masked for part in parts)
 
     @property
     def in_store(self) -> bool:

@@ -177,9 +177,15 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("data.validation", needs="train.eval_sequences"),
     Rule(
-        "data.text_key",
+        "data.text_key data.format",
         lambda c: c.data.source != "prepared",
         needs='data.source = "files" or "hf"',
+    ),
+    Rule("data.text_key", lambda c: not c.data.masked, needs='data.format = "text"'),
+    Rule(
+        "data.chat_template",
+        lambda c: c.data.has_chats and c.data.source != "prepared",
+        needs='data.format = "chat" or "prompt_completion"',
     ),
     Rule("data.max_document_mb", needs='data.source = "files"'),
     Rule("data.substreams", lambda c: c.data.hf_streaming, needs="data.hf_streaming"),
@@ -318,6 +324,12 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "hf" or not (c.data.mixture or c.data.validation),
         'data.source = "hf": data.mixture and data.validation read files or prepared folders; use '
         'data.source = "files" or "prepared"',
+    ),
+    Rule(
+        "data.format data.packing",
+        lambda c: not c.data.has_chats or c.data.packing != "cut",
+        'data.packing = "cut" would cut chats anywhere; set data.packing = "best_fit" and '
+        'data.mask_documents = true, or data.packing = "pad"',
     ),
     Rule(
         "data.paths data.mixture",

@@ -41,6 +41,7 @@ from dtron.data.packing import (
     Tokens,
     UnreadSequence,
     Waste,
+    ids_and_labels,
     number_documents,
     number_pieces,
     order_of_groups,
@@ -213,12 +214,12 @@ class PackingPlan:
     ) -> Packed:
         tokens = np.full(self._seq_len, self._eos_id, np.int64)
         labels = np.full(self._seq_len, IGNORE, np.int64)
+        ids, targets = ids_and_labels(windows.astype(np.int64))
         filled, read = 0, 0
         for length, (start, stop) in zip(lengths, spans, strict=True):
-            window = windows[read : read + stop - start]
-            tokens[filled : filled + length] = window[:length]
-            labels[filled : filled + len(window) - 1] = window[1:]
-            filled, read = filled + length, read + len(window)
+            tokens[filled : filled + length] = ids[read : read + length]
+            labels[filled : filled + stop - start - 1] = targets[read + 1 : read + stop - start]
+            filled, read = filled + length, read + stop - start
         numbers = number_pieces(lengths, self._seq_len)
         if not self._mask:
             return Packed(tokens, labels, None, None, numbers, tuple(spans))

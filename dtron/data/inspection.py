@@ -11,7 +11,7 @@ from dtron.data.best_fit_packing import PACKERS, PackingPlan
 from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.corpus.prepare import percentiles
 from dtron.data.corpus.token_corpus import TokenCorpus
-from dtron.data.packing import IGNORE, ConcatenatedDocuments, Packed
+from dtron.data.packing import IGNORE, ConcatenatedDocuments, Packed, ids_and_labels
 from dtron.data.tokenizer import Tokenizer
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
@@ -153,7 +153,8 @@ def statistics(
     if characters:
         lines.append(f"{len(corpus.tokens) / characters:.3f} tokens per character")
     if tokenizer.unk_id is not None:
-        some = corpus.tokens[: min(_SAMPLE_TOKENS, len(corpus.tokens))]
+        stored = corpus.tokens[: min(_SAMPLE_TOKENS, len(corpus.tokens))].astype(np.int64)
+        some, _ = ids_and_labels(stored)
         unknown = np.mean(some == tokenizer.unk_id)
         lines.append(f"{unknown:.3%} of the first {len(some):,} tokens are unknown tokens")
     lines += ["", "padding / split documents", _row("train.seq_len", [*PACKERS, "cut"])]

@@ -29,6 +29,7 @@ import numpy as np
 from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.corpus.token_corpus import TokenShards
 from dtron.data.shuffle import shuffle, shuffled
+from dtron.data.tokenizer import NO_LOSS
 from dtron.errors import DataError
 
 IGNORE = -100  # the label of a token without loss, as in torch.nn.functional.cross_entropy
@@ -388,17 +389,30 @@ def pack(window: np.ndarray, lengths: list[int], *, mask_documents: bool) -> Pac
     """Make a sequence of T tokens and labels from a window of T + 1 tokens.
 
     Args:
-        window: int64 (T + 1,).
+        window: int64 (T + 1,), as stored.
         lengths: number of tokens in the window from each successive document; the sum is T + 1.
         mask_documents: whether to return positions and document numbers; if so, labels do not
             cross documents.
     """
-    tokens, labels = window[:-1], window[1:].copy()
+    ids, labels = ids_and_labels(window)
+    tokens, labels = ids[:-1], labels[1:]
     if not mask_documents:
         return Packed(tokens, labels, None, None)
     positions, documents = number_documents(lengths)
     labels[documents[1:] != documents[:-1]] = IGNORE
     return Packed(tokens, labels, positions[:-1], documents[:-1])
+
+
+def ids_and_labels(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of stored tokens, and the ids as labels: IGNORE where the bit NO_LOSS is set.
+
+    Args:
+        stored: int64 (n,).
+    Returns:
+        Two arrays int64 (n,).
+    """
+    ids = stored & (NO_LOSS - 1)
+    return ids, np.where(stored & NO_LOSS, IGNORE, ids)
 
 
 def number_documents(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:

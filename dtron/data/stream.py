@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 from dtron.data.best_fit_packing import FixedPieces, PackingPlan
 from dtron.data.corpus.document_index import documents_of
 from dtron.data.packing import Packed, State, TrainingSource, Waste, pack, refuse_too_short
-from dtron.data.tokenizer import Tokenizer, encode_documents
+from dtron.data.tokenizer import Document, Tokenizer, encode_documents
 from dtron.errors import DataError
 
 BATCH_DOCUMENTS = 64
@@ -59,7 +59,7 @@ class DocumentStream(Protocol):
         in the stream of which this one is a part."""
         ...
 
-    def read(self, state: str) -> Iterator[str]:
+    def read(self, state: str) -> Iterator[Document]:
         """Yield the documents after a state; START: all of them."""
         ...
 
@@ -139,7 +139,7 @@ def merged(states: Iterable[State]) -> State:
     return {key: value for state in states for key, value in sorted(state.items())}
 
 
-def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
+def held_out_texts(stream: DocumentStream, fraction: float) -> list[Document]:
     """Return the held-out documents, the first documents of a stream.
 
     Their number is `fraction` of the first 10,000 documents, or of all documents if the stream is
@@ -148,7 +148,7 @@ def held_out_texts(stream: DocumentStream, fraction: float) -> list[str]:
     if fraction == 0:
         return []
     most = math.ceil(fraction * HOLD_OUT_WINDOW)
-    texts: list[str] = []
+    texts: list[Document] = []
     n = 0
     for text in islice(stream.read(START), HOLD_OUT_WINDOW):
         if n < most:
@@ -169,7 +169,7 @@ def join(encoded: Sequence[ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class _Document:
-    ids: np.ndarray  # int64, ended by EOS
+    ids: np.ndarray  # int64, as stored; texts are ended by EOS
     state: str  # of the stream before the batch of this document
     index: int  # number of documents between that state and this document
 
@@ -187,7 +187,7 @@ class _DocumentReader:
         self,
         stream: DocumentStream,
         tokenizer: Tokenizer,
-        held_out: Sequence[str],
+        held_out: Sequence[Document],
         refuse: Callable[[int, int], None],
     ) -> None:
         self._stream, self._tokenizer = stream, tokenizer
@@ -253,7 +253,7 @@ class StreamedDocuments(TrainingSource):
         *,
         seq_len: int,
         mask_documents: bool,
-        held_out: Sequence[str],
+        held_out: Sequence[Document],
     ) -> None:
         self._name, self._seq_len, self._mask = stream.name, seq_len, mask_documents
 
@@ -350,7 +350,7 @@ class StreamedPieces(TrainingSource):
         seq_len: int,
         packing: str,
         mask_documents: bool,
-        held_out: Sequence[str],
+        held_out: Sequence[Document],
     ) -> None:
         self._seq_len, self._packing, self._mask = seq_len, packing, mask_documents
         self._eos_id = tokenizer.eos_id

@@ -2,21 +2,27 @@
 
 There are two: a tokenizer of UTF-8 bytes, which needs no file, and any Hugging Face
 `tokenizer.json`, read by the `tokenizers` library. Tokenizers add no special tokens;
-`encode_documents` appends one end-of-document token (EOS) to each document.
+`encode_documents` appends one end-of-document token (EOS) to each text. A chat is a MaskedText,
+whose tokens without a loss have the bit NO_LOSS, wherever tokens are stored.
 """
 
 import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
 
 from dtron.config import Data
 from dtron.errors import ConfigError, DataError, nearest
 from dtron.io.untrusted import TEXT_BYTES, read_text
+
+NO_LOSS = 1 << 31
+"""Bit of a stored token that has no loss as a label; ids are below it."""
 
 # In order of preference: the vocabulary of a chat model also has a token that ends a turn.
 USUAL_EOS = (
@@ -29,6 +35,24 @@ USUAL_EOS = (
     "[EOS]",
     "<|im_end|>",
 )
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """A document of which only some text has a loss, such as a chat."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """(first, last + 1) characters with a loss; a token has one if it begins there."""
+    ended: bool = False
+    """Whether EOS follows, with a loss."""
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+Document = str | MaskedText
+"""A document before it is tokenized."""
 
 
 class Tokenizer(Protocol):
@@ -62,6 +86,10 @@ class Tokenizer(Protocol):
         """Return the ids of each text, without EOS."""
         ...
 
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the index of the character at which each begins."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without EOS."""
         ...
@@ -82,6 +110,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without EOS."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the index of the character at which each begins."""
+        found = []
+        for text in texts:
+            starts = [i for i, character in enumerate(text) for _ in character.encode()]
+            found.append((self.encode(text), starts))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; EOS is dropped, and bytes that are not UTF-8 become U+FFFD."""
@@ -131,6 +167,12 @@ class JsonTokenizer:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
 
+    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each text, and the index of the character at which each begins."""
+        with self._naming_errors("it cannot encode a text"):
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [(each.ids, [start for start, _ in each.offsets]) for each in encoded]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; EOS and other special tokens are dropped."""
         kept = [i for i in ids if i != self.eos_id]
@@ -167,8 +209,32 @@ def load_tokenizer(data: Data) -> Tokenizer:
     return ByteTokenizer()
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each document, with EOS at the end; a document without text has no ids."""
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[int]]:
+    """Return the tokens of each document; a document without text has none.
+
+    A text ends with EOS. Tokens of a MaskedText without a loss have the bit NO_LOSS.
+    """
+    masked = [each for each in documents if isinstance(each, MaskedText)]
+    encoded = iter(tokenizer.encode_with_starts([each.text for each in masked]) if masked else ())
+    texts = iter(_encode_texts(tokenizer, [each for each in documents if isinstance(each, str)]))
+    return [
+        next(texts) if isinstance(each, str) else _masked(tokenizer, each, *next(encoded))
+        for each in documents
+    ]
+
+
+def _masked(
+    tokenizer: Tokenizer, document: MaskedText, ids: list[int], starts: list[int]
+) -> list[int]:
+    tokens, at = np.array(ids, np.int64), np.array(starts, np.int64)
+    has_loss = np.zeros(len(tokens), bool)
+    for first, end in document.spans:
+        has_loss |= (at >= first) & (at < end)
+    tokens[~has_loss] |= NO_LOSS
+    return [*tokens.tolist(), *([tokenizer.eos_id] if document.ended else [])]
+
+
+def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     encoded = tokenizer.encode_batch(texts)
     return [
         [*ids, tokenizer.eos_id] if ids and not text.isspace() else []

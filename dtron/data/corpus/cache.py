@@ -111,7 +111,7 @@ def open_or_build(
 
     def write(folder: Path) -> None:
         shards = write_shards(corpus, tokenizer, folder, workers=workers)
-        write_corpus(folder, shards, corpus.name, tokenizer)
+        write_corpus(folder, shards, corpus.name, tokenizer, corpus.settings.masked)
         if corpus.current is not None and corpus.current() != corpus.identity:
             raise DataError(
                 f"{corpus.name} changed while it was tokenized; start again once it is complete"

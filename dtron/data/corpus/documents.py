@@ -14,11 +14,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import IO, Any, BinaryIO, cast
 
 from dtron.config import Data
+from dtron.data.corpus.chat import COLUMNS, OPTIONAL, ChatRows
 from dtron.data.corpus.files import File, content_of, find_files, open_file, suffix_of
 from dtron.data.corpus.parquet import MAX_INFLATION, read_parquet
+from dtron.data.tokenizer import Document
 from dtron.errors import ConfigError, DataError, nearest, shorten
 from dtron.io.untrusted import MB
 
@@ -54,6 +57,11 @@ class Reading:
     bytes_read: int = 0
     """Bytes of files that have been read."""
 
+    @cached_property
+    def document(self) -> Callable[[Any, str], Document]:
+        """Function that makes a document of a row and its name for messages. Raises DataError."""
+        return reader_of_rows(self.data)
+
     def refuse(self, error: DataError) -> None:
         """Raise the error, or note what is left out."""
         if not self.skip_errors:
@@ -72,7 +80,7 @@ class Corpus:
     """Identifier that changes whenever the documents may have changed."""
     tasks: tuple[Task, ...]
     """The whole corpus, in order; a function of the files alone."""
-    texts: Callable[[Part, Reading], Iterator[str]]
+    texts: Callable[[Part, Reading], Iterator[Document]]
     """Function that yields the documents of a part in order, empty ones included."""
     content: Callable[[], str]
     """Function that returns an identifier of the documents' content, whatever the files' names."""
@@ -80,8 +88,10 @@ class Corpus:
     """Function that computes `identity` again; None: it cannot change."""
     data: Data | None = None
     """The section from which another process can read the tasks; None: only this one can."""
+    settings: Data = Data()
+    """The section that says what rows are."""
 
-    def documents(self, reading: Reading) -> Iterator[str]:
+    def documents(self, reading: Reading) -> Iterator[Document]:
         """Yield all documents in order, empty ones included."""
         for task in self.tasks:
             for part in task:
@@ -92,29 +102,54 @@ def files_corpus(data: Data) -> Corpus:
     """Return the documents of all `data.paths`, one file after the other.
 
     Raises:
-        DataError: a file is missing, or its suffix is not a row of READERS.
+        ConfigError: `data.format` needs a chat template, and there is none.
+        DataError: a file is missing, or its suffix is not a row of READERS; or it is a text,
+            whereas `data.format` needs rows.
     """
-    files = find_files(data.paths)
+    files, rows = find_files(data.paths), identity_of_rows(data)
 
     def current() -> str:
         found = {file.path: file for file in find_files(data.paths)}
-        return _identity([found.get(file.path) for file in files], data)
+        return _identity([found.get(file.path) for file in files], identity_of_rows(data))
 
     def content() -> str:
         for part, _ in parts:  # a file that is no text is refused before it is read whole
             if part.start == 0:
                 next(read_part(part, Reading(data)), None)
         hashes = [(content_of(file), suffix_of(file.path)) for file in files]
-        return json.dumps([hashes, data.text_key])
+        return json.dumps([hashes, rows])
 
+    if data.masked and (texts := [file.path for file in files if ".txt" in suffix_of(file.path)]):
+        raise DataError(
+            f"data.paths: {texts[0]} has no rows, as data.format = {data.format!r} needs; write "
+            "its chats as .jsonl"
+        )
     parts = _parts([(file.path, file.size) for file in files])
     name = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
-    identity = _identity(files, data)
-    return Corpus(name, identity, tuple(_tasks(parts)), read_part, content, current, data)
+    identity = _identity(files, rows)
+    return Corpus(name, identity, tuple(_tasks(parts)), read_part, content, current, data, data)
 
 
-def _identity(files: Sequence[File | None], data: Data) -> str:
-    return json.dumps([[file and astuple(file) for file in files], data.text_key])
+def _identity(files: Sequence[File | None], rows: object) -> str:
+    return json.dumps([[file and astuple(file) for file in files], rows])
+
+
+def identity_of_rows(data: Data) -> object:
+    """Return what identifies how rows become documents: of chats, the format and the template."""
+    return ChatRows(data).identity if data.masked else data.text_key
+
+
+def reader_of_rows(data: Data) -> Callable[[Any, str], Document]:
+    """Return a function that makes a document of a row and its name for messages."""
+    if data.masked:
+        return ChatRows(data).document
+    return lambda row, where: text_of(row, data.text_key, where)
+
+
+def columns_of(data: Data, known: Iterable[str]) -> list[str]:
+    """Return the columns to read of a table that has the columns `known`."""
+    needed = COLUMNS[data.format] if data.masked else (data.text_key,)
+    return [*needed, *(key for key in OPTIONAL if data.masked and key in known)]
 
 
 def _task_bytes(sizes: Iterable[tuple[object, int]]) -> int:
@@ -147,7 +182,7 @@ def _tasks(parts: list[tuple[Part, int]]) -> Iterator[Task]:
     yield tuple(task)
 
 
-def read_part(part: Part, reading: Reading) -> Iterator[str]:
+def read_part(part: Part, reading: Reading) -> Iterator[Document]:
     """Yield the documents of a part of a file."""
     before = reading.bytes_read
     try:
@@ -157,8 +192,8 @@ def read_part(part: Part, reading: Reading) -> Iterator[str]:
     reading.bytes_read = before + part.end - part.start
 
 
-def read_json_lines(part: Part, reading: Reading) -> Iterator[str]:
-    """Yield one document per line: the value of `data.text_key` in a JSON object.
+def read_json_lines(part: Part, reading: Reading) -> Iterator[Document]:
+    """Yield one document per line: the value of `data.text_key` in a JSON object, or a chat.
 
     Blank lines, and objects whose text is null, are empty documents.
     """
@@ -167,11 +202,12 @@ def read_json_lines(part: Part, reading: Reading) -> Iterator[str]:
             yield ""
             continue
         try:
-            text = _json_text(line, _where(part, number), reading.data.text_key)
+            where = _where(part, number)
+            document = reading.document(_json_row(line, where), where)
         except DataError as error:
             reading.refuse(error)
             continue
-        yield text
+        yield document
 
 
 def _where(part: Part, number: int) -> str:
@@ -180,9 +216,9 @@ def _where(part: Part, number: int) -> str:
     return f"{part.path}, line {number}{after}"
 
 
-def _json_text(line: bytes, where: str, text_key: str) -> str:
+def _json_row(line: bytes, where: str) -> Any:
     try:
-        row = json.loads(_utf8(line, lambda _: where))  # keys that are not read may hold anything
+        return json.loads(_utf8(line, lambda _: where))  # keys that are not read may hold anything
     except json.JSONDecodeError as error:
         fix = _ONE_PER_LINE if line.strip() in (b"{", b"[", b"[{") else ""
         raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}{fix}") from None
@@ -192,7 +228,6 @@ def _json_text(line: bytes, where: str, text_key: str) -> str:
         raise
     except ValueError as error:  # an integer of more than 4,300 digits
         raise DataError(f"{where}: not JSON: {error}") from None
-    return text_of(row, text_key, where)
 
 
 def read_whole(part: Part, reading: Reading) -> Iterator[str]:
@@ -209,14 +244,13 @@ def read_whole(part: Part, reading: Reading) -> Iterator[str]:
     yield _utf8(bytes(content), lambda line: _where(part, 1 + line))
 
 
-def read_parquet_part(part: Part, reading: Reading) -> Iterator[str]:
-    """Yield the column `data.text_key` of a Parquet file, row by row."""
-    key = reading.data.text_key
+def read_parquet_part(part: Part, reading: Reading) -> Iterator[Document]:
+    """Yield the documents of a Parquet file, row by row."""
     most_mb = reading.data.max_document_mb
-    for row, text in read_parquet(part.path, key):
-        where = f"{part.path}, row {row}"
+    for number, row in read_parquet(part.path, lambda names: columns_of(reading.data, names)):
+        where = f"{part.path}, row {number}"
         try:
-            text = text_of({key: text}, key, where)
+            text = reading.document(row, where)
             if len(text) > most_mb * MB:
                 raise _too_long(where, most_mb)
         except DataError as error:
@@ -254,7 +288,7 @@ def text_of(row: Any, text_key: str, where: str) -> str:
     return text
 
 
-READERS: dict[str, Callable[[Part, Reading], Iterator[str]]] = {
+READERS: dict[str, Callable[[Part, Reading], Iterator[Document]]] = {
     ".jsonl": read_json_lines,
     ".jsonl.gz": read_json_lines,
     ".jsonl.zst": read_json_lines,
@@ -273,10 +307,12 @@ def hint_of_key(text_key: str, row: Iterable[str]) -> str:
     """Suggest a fix for a missing `data.text_key`; empty: none is known."""
     keys = list(row)
     if chat := [key for key in _CHAT if key in keys]:
+        for format, columns in COLUMNS.items():
+            if set(columns) <= set(keys):
+                return f"; {chat[0]!r} is a chat: set data.format={format}"
         return (
-            f"; {chat[0]!r} is a chat, which is not supported: write each conversation as one "
-            "string, as the model's chat template does, and name its key, such as "
-            "data.text_key=text"
+            f"; {chat[0]!r} is a chat: write each row as messages, a list of {{role, content}}, "
+            "and set data.format=chat"
         )
     usual = [key for key in ("content", "raw_content", "body", "document") if key in keys]
     return nearest(text_key, keys) or (f"; set data.text_key={usual[0]}" if usual else "")

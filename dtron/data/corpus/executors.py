@@ -101,6 +101,8 @@ def prepare_on(
     data = corpus.data.model_dump(mode="json")
     if data["tokenizer"] != "byte":
         data["tokenizer"] = os.path.abspath(os.path.expanduser(data["tokenizer"]))
+    if data["chat_template"] not in ("", "chatml"):
+        data["chat_template"] = os.path.abspath(os.path.expanduser(data["chat_template"]))
     data["paths"] = [absolute(path) for path in corpus.data.paths]
     try:
         start_folder(corpus, tokenizer, out, skip_errors)

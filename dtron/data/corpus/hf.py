@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from dtron.config import Data
-from dtron.data.corpus.documents import Corpus, Part, Reading, hint_of_key, text_of
+from dtron.data.corpus.documents import (
+    Corpus,
+    Part,
+    Reading,
+    columns_of,
+    hint_of_key,
+    identity_of_rows,
+    reader_of_rows,
+)
 from dtron.data.corpus.parquet import check_inflation
 from dtron.data.stream import START
+from dtron.data.tokenizer import Document
 from dtron.errors import ConfigError, DataError, DtronError
 from dtron.io.untrusted import open_regular
 
@@ -33,7 +42,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"
 
 
 def hf_corpus(data: Data) -> Corpus:
-    """Return all rows of `data.text_key` as a corpus, to be tokenized once.
+    """Return all rows as a corpus, to be tokenized once: of `data.text_key`, or chats.
 
     Raises:
         ConfigError: the library is not installed.
@@ -41,22 +50,26 @@ def hf_corpus(data: Data) -> Corpus:
     """
     dataset = _load(data, streaming=False)
     _check_columns(data, dataset)
+    columns, document = columns_of(data, dataset.column_names), reader_of_rows(data)
 
-    def texts(part: Part, reading: Reading) -> Iterator[str]:
-        row = 0
-        for batch in dataset.select_columns([data.text_key]).iter(batch_size=BATCH_ROWS):
-            for text in batch[data.text_key]:
-                row += 1
+    def texts(part: Part, reading: Reading) -> Iterator[Document]:
+        number = 0
+        for batch in dataset.select_columns(columns).iter(batch_size=BATCH_ROWS):
+            for values in zip(*(batch[column] for column in columns), strict=True):
+                number += 1
                 try:
-                    text = text_of({data.text_key: text}, data.text_key, f"{name}, row {row}")
+                    row = dict(zip(columns, values, strict=True))
+                    found = document(row, f"{name}, row {number}")
                 except DataError as error:
                     reading.refuse(error)
                     continue
-                yield text
+                yield found
 
     name = stream_name(data)
-    identity = json.dumps(["hf", dataset._fingerprint, len(dataset), data.text_key])
-    return Corpus(name, identity, ((Part(name, 0, 0),),), texts, lambda: identity)
+    rows = identity_of_rows(data)
+    identity = json.dumps(["hf", dataset._fingerprint, len(dataset), rows])
+    task = (Part(name, 0, 0),)
+    return Corpus(name, identity, (task,), texts, lambda: identity, settings=data)
 
 
 class HfStream:
@@ -68,7 +81,7 @@ class HfStream:
     """
 
     def __init__(self, data: Data) -> None:
-        self._data = data
+        self._document = reader_of_rows(data)
         self._dataset = _load(data, streaming=True)
         if self._dataset.column_names is not None:
             _check_columns(data, self._dataset)
@@ -91,7 +104,7 @@ class HfStream:
         found.holds_out = False
         return found
 
-    def read(self, state: str) -> Iterator[str]:
+    def read(self, state: str) -> Iterator[Document]:
         """Yield the documents that follow the position `state`: a result of `state()`, or START."""
         # An empty state makes the library start from the first row.
         self._dataset.load_state_dict({} if state == START else json.loads(state))
@@ -100,7 +113,7 @@ class HfStream:
             for values in self._dataset:
                 row += 1
                 where = f"{self.name}, row {row} of this reading"
-                yield text_of(values, self._data.text_key, where)
+                yield self._document(values, where)
         except DtronError:
             raise
         except failures as error:
@@ -126,7 +139,7 @@ def _load(data: Data, *, streaming: bool) -> Any:
             return _load_saved(data, path, streaming=streaming)
         for file in _parquet_files(path):
             with open_regular(file) as opened:
-                check_inflation(opened, data.text_key, f"{stream_name(data)}: {file}")
+                check_inflation(opened, columns_of(data, ())[0], f"{stream_name(data)}: {file}")
         if path.is_file() and path.suffix.lower() in KINDS:
             name, files = KINDS[path.suffix.lower()], str(path)
         else:
@@ -194,7 +207,13 @@ def _check_columns(data: Data, dataset: Any) -> None:
             f"{stream_name(data)}: rows of the CSV have more fields than its header, so that "
             "columns would be mixed up; put text with commas into quotes"
         )
-    if data.text_key not in columns:
+    needed = columns_of(data, columns)
+    if data.masked and (missing := [key for key in needed if key not in columns]):
+        raise DataError(
+            f"{stream_name(data)} has no column {missing[0]!r}, as data.format = {data.format!r} "
+            f"needs, but {', '.join(columns)}"
+        )
+    if not data.masked and data.text_key not in columns:
         raise DataError(
             f"data.text_key = {data.text_key!r} is not a column of {stream_name(data)}, which "
             f"has {', '.join(columns)}{hint_of_key(data.text_key, columns)}"

@@ -1,7 +1,7 @@
-"""Parquet files: one column of texts, row by row, and a bound on what a small file becomes."""
+"""Parquet files: columns of texts or chats, row by row; a bound on what a small file becomes."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from dtron.data.corpus.files import open_file
@@ -13,12 +13,16 @@ MAX_INFLATION = 200
 _BATCH_ROWS = 256
 
 
-def read_parquet(path: str, text_key: str) -> Iterator[tuple[int, Any]]:
-    """Yield (row, value) of a column, rows counted from 1.
+def read_parquet(
+    path: str, columns_of: Callable[[list[str]], list[str]]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) of a file, numbers counted from 1.
 
+    Args:
+        columns_of: function that returns the columns to read of those that the file has.
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: the file is damaged, has no such column, or becomes too large.
+        DataError: the file is damaged, lacks a column, or becomes too large.
     """
     try:
         import pyarrow
@@ -29,14 +33,21 @@ def read_parquet(path: str, text_key: str) -> Iterator[tuple[int, Any]]:
     try:
         with open_file(path) as file:
             names = pq.read_schema(file).names
-            if text_key not in names:
+            columns = columns_of(names)
+            if missing := [key for key in columns if key not in names]:
                 known = ", ".join(map(repr, names))
-                raise DataError(f"{path}: no column {text_key!r} (data.text_key) among {known}")
-            check_inflation(file, text_key, path)
-            for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=[text_key]):
-                for value in batch.column(0).to_pylist():
+                key = " (data.text_key)" if len(columns) == 1 and columns[0] != "messages" else ""
+                raise DataError(f"{path}: no column {missing[0]!r}{key} among {known}")
+            check_inflation(file, columns[0], path)
+            room = MAX_INFLATION * file.seek(0, os.SEEK_END) + 16 * MB
+            for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns):
+                for values in batch.to_pylist():
                     row += 1
-                    yield row, value
+                    yield row, values
+                # Of lists, `check_inflation` does not see how often a dictionary's texts are used.
+                room -= batch.nbytes
+                if room < 0:
+                    raise _inflated(path)
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or " ".join(str(error).split())
         where = f", after row {row}" if row else ""
@@ -70,10 +81,14 @@ def check_inflation(file: BinaryIO, text_key: str, name: str) -> None:
         if total + repeated > room:
             total = _text_bytes(opened, text_key)
     if total > room:
-        raise DataError(
-            f"{name} becomes more than {MAX_INFLATION} times its size when it "
-            "is read; write its text as .jsonl if you want to train on it"
-        )
+        raise _inflated(name)
+
+
+def _inflated(name: str) -> DataError:
+    return DataError(
+        f"{name} becomes more than {MAX_INFLATION} times its size when it "
+        "is read; write its text as .jsonl if you want to train on it"
+    )
 
 
 def _lengths_of_dictionary(opened: Any, group: int, text_key: str) -> list[int]:

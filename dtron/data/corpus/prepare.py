@@ -92,7 +92,7 @@ def finish_folder(
     """Write corpus.json and the summary once all shards are there. Raises DataError; OSError."""
     if corpus.current is not None and corpus.current() != corpus.identity:
         raise DataError(f"{corpus.name} changed while it was tokenized; delete {out}, start again")
-    write_corpus(out, shards, corpus.name, tokenizer)
+    write_corpus(out, shards, corpus.name, tokenizer, corpus.settings.masked)
     if isinstance(out, Path):
         for left in out.glob("*.partial"):
             left.unlink(missing_ok=True)

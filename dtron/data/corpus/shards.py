@@ -1,6 +1,7 @@
 """Token shards: the files of a tokenized corpus, on a disk or in an object store.
 
-    FOLDER/NAME.tokens       uint16 or uint32 (N,), little-endian; every document ends with EOS
+    FOLDER/NAME.tokens       uint16 or uint32 (N,), little-endian; every text ends with EOS. Of
+                             chats uint32, with the bit NO_LOSS where a token has no loss
     FOLDER/NAME.documents    uint64 (n,) hash of each document's tokens, then uint32 (n,) lengths
     FOLDER/NAME.json         counts and hashes of the two files; written last
     FOLDER/corpus.json       the shards in order, dtype and tokenizer; written after all shards
@@ -166,18 +167,23 @@ def hash_of(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def dtype_of(tokenizer: Tokenizer) -> str:
-    """Return the row of DTYPES in which tokens of a tokenizer are stored."""
-    return DTYPES[tokenizer.vocab_size > 2**16]
+def dtype_of(tokenizer: Tokenizer, masked: bool = False) -> str:
+    """Return the row of DTYPES in which tokens of a tokenizer are stored; masked: with NO_LOSS."""
+    return DTYPES[masked or tokenizer.vocab_size > 2**16]
 
 
 def write_corpus(
-    folder: Location, shards: Sequence[Shard], name: str, tokenizer: Tokenizer
+    folder: Location,
+    shards: Sequence[Shard],
+    name: str,
+    tokenizer: Tokenizer,
+    masked: bool = False,
 ) -> None:
     """Write corpus.json, which makes a folder of shards a corpus.
 
     Args:
         name: name of the corpus for people.
+        masked: whether tokens may have the bit NO_LOSS.
     Raises:
         DataError: no shard has a document.
     """
@@ -194,7 +200,8 @@ def write_corpus(
         "documents": sum(shard.documents for shard in full),
         "tokens": sum(shard.tokens for shard in full),
         "empty": sum(shard.empty for shard in shards),
-        "dtype": dtype_of(tokenizer),
+        "dtype": dtype_of(tokenizer, masked),
+        "masked": masked,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,

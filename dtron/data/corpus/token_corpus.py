@@ -28,7 +28,7 @@ from dtron.data.corpus.shards import (
     read_shard,
     shard_path,
 )
-from dtron.data.tokenizer import Tokenizer
+from dtron.data.tokenizer import NO_LOSS, Tokenizer
 from dtron.errors import DataError, cause_of
 from dtron.io.filesystem import Location, listed, read, size_of
 from dtron.io.remote_path import STORE_SECONDS, Remote, UnreachableError, read_ranges, retried
@@ -53,6 +53,7 @@ class TokenShards:
         files: path and number of tokens of each shard.
         dtype: one of DTYPES.
         vocab_size: every token is below it.
+        masked: whether tokens may have the bit NO_LOSS.
         store_seconds: how long a request to a store is repeated if it fails.
     """
 
@@ -62,8 +63,10 @@ class TokenShards:
         dtype: str,
         vocab_size: int,
         store_seconds: float = STORE_SECONDS,
+        masked: bool = False,
     ) -> None:
         self.dtype, self._vocab_size = np.dtype(dtype), vocab_size
+        self.masked = masked
         self.store_seconds = store_seconds
         self._paths = [path for path, _ in files]
         self._ends = np.cumsum([0, *(n for _, n in files)]).tolist()
@@ -105,9 +108,10 @@ class TokenShards:
                 filled, start = filled + size, end
         for first in range(0, len(remote), _REQUESTS):
             self._fetch(remote[first : first + _REQUESTS])
-        if len(tokens) and tokens.max() >= self._vocab_size:
+        ids = tokens & np.uint32(NO_LOSS - 1) if self.masked else tokens
+        if len(ids) and ids.max() >= self._vocab_size:
             raise DataError(
-                f"{self._paths[0].parent} is damaged: token {tokens.max()} is not in the "
+                f"{self._paths[0].parent} is damaged: token {ids.max()} is not in the "
                 f"tokenizer's vocabulary of {self._vocab_size}; {FIX}"
             )
         return tokens
@@ -154,7 +158,7 @@ class TokenCorpus:
 
     folders: tuple[Location, ...]
     tokens: TokenShards
-    """uint16 or uint32 (N,)"""
+    """uint16 or uint32 (N,), with the bit NO_LOSS if they are masked"""
     shards: tuple[tuple[Location, Shard], ...]
     """Folder and counts of each shard."""
     tokenizer: str
@@ -267,7 +271,8 @@ def open_corpus(
         meta = parse(retried(lambda: read(folder / META), store_seconds))
         shards = [as_shard(each) for each in meta["shards"]]
         known = meta["format"] == FORMAT and meta["tokenizer"] == tokenizer.fingerprint
-        if not known or meta["dtype"] != dtype_of(tokenizer):
+        masked = bool(meta.get("masked", False))
+        if not known or meta["dtype"] != dtype_of(tokenizer, masked):
             return None
         item = np.dtype(meta["dtype"]).itemsize
         for shard in shards:
@@ -287,7 +292,7 @@ def open_corpus(
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
     files = [(shard_path(folder, shard, "tokens"), shard.tokens) for shard in shards]
-    tokens = TokenShards(files, meta["dtype"], tokenizer.vocab_size, store_seconds)
+    tokens = TokenShards(files, meta["dtype"], tokenizer.vocab_size, store_seconds, masked)
     places = tuple((folder, shard) for shard in shards)
     return TokenCorpus((folder,), tokens, places, tokenizer.fingerprint, content, duplicates)
 
@@ -323,16 +328,31 @@ def _unchanged(folder: Path, shards: Sequence[Shard]) -> bool:
 
 
 def joined(corpora: Sequence[TokenCorpus], vocab_size: int) -> TokenCorpus:
-    """Return the concatenation of corpora of one tokenizer."""
+    """Return the concatenation of corpora of one tokenizer.
+
+    Raises:
+        DataError: some are texts and others chats.
+    """
     if len(corpora) == 1:
         return corpora[0]
+    if len({corpus.tokens.masked for corpus in corpora}) > 1:
+        raise DataError(
+            "data.paths: some folders hold texts and others chats; make them sources of "
+            "data.mixture"
+        )
     shards = tuple(each for corpus in corpora for each in corpus.shards)
     files = [(shard_path(folder, shard, "tokens"), shard.tokens) for folder, shard in shards]
     first = corpora[0]
     content = hashlib.sha256("".join(corpus.content for corpus in corpora).encode()).hexdigest()
     return TokenCorpus(
         tuple(folder for corpus in corpora for folder in corpus.folders),
-        TokenShards(files, first.tokens.dtype.str, vocab_size, first.tokens.store_seconds),
+        TokenShards(
+            files,
+            first.tokens.dtype.str,
+            vocab_size,
+            first.tokens.store_seconds,
+            first.tokens.masked,
+        ),
         shards,
         first.tokenizer,
         content,

@@ -24,7 +24,7 @@ from typing import Any
 from dtron.config import Data
 from dtron.data.corpus.documents import Corpus, Part, Reading, Task, read_part
 from dtron.data.corpus.shards import Shard, ShardWriter, dtype_of, read_shard
-from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from dtron.data.tokenizer import Document, Tokenizer, encode_documents, load_tokenizer
 from dtron.errors import DataError, DtronError
 from dtron.io.filesystem import Location, listed, location
 from dtron.io.remote_path import STORE_SECONDS, UnreachableError, retried
@@ -48,7 +48,7 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(
-    corpus_texts: Callable[[Part, Reading], Iterable[str]],
+    corpus_texts: Callable[[Part, Reading], Iterable[Document]],
     task: Task,
     tokenizer: Tokenizer,
     reading: Reading,
@@ -68,7 +68,8 @@ def write_shard(
         OSError: the folder cannot be written.
     """
     empty, characters, sources = 0, 0, []
-    with _local(folder) as local, ShardWriter(local, name, dtype_of(tokenizer)) as writer:
+    dtype = dtype_of(tokenizer, reading.data.masked)
+    with _local(folder) as local, ShardWriter(local, name, dtype) as writer:
         for part in task:
             before = writer.counts[0]
             for texts in _batches(corpus_texts(part, reading)):
@@ -144,7 +145,7 @@ def _write_here(
     progress: "_Progress",
     number: int,
 ) -> Shard:
-    reading = Reading(corpus.data or Data(), skip_errors)
+    reading = Reading(corpus.settings, skip_errors)
 
     def report(documents: int, tokens: int) -> None:
         progress.update(number, reading.bytes_read, documents, tokens)
@@ -324,8 +325,8 @@ def _reporter(reading: Reading) -> Callable[[int, int], None]:
     return report
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(texts: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
     characters = 0
     for text in texts:
         batch.append(text)

@@ -122,8 +122,8 @@ def test_files_of_other_kinds_name_what_reads_them(tmp_path: Path, name: str, me
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": "x"}]}, "'messages' is a chat"),
-        ({"id": 1, "prompt": "a", "completion": "b"}, "'prompt' is a chat"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "set data.format=chat"),
+        ({"id": 1, "prompt": "a", "completion": "b"}, "set data.format=prompt_completion"),
         ({"id": 1, "body": "a"}, "set data.text_key=body"),
         ({"Text": "a"}, "did you mean Text?"),
     ],
