@@ -65,6 +65,11 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_finished_run_with_tiers_is_copied_once": NONE,
         "test_a_disk_that_does_not_answer_ends_a_synchronous_save_too": NONE,
     },
+    "data/corpus/test_data_chat.py": {  # transformers is not in the extra `test`
+        "test_tokens_and_masks_are_those_of_transformers": NONE,
+        "test_packed_chats_equal_unpacked_ones": "two ranks",
+        "test_steps_without_a_label_have_no_loss": NONE,
+    },
     "data/test_data_training.py": {
         "test_a_run_of_whole_documents_resumes_under_another_layout": NONE,
         "test_ranks_do_not_change_a_run": "best_fit",

@@ -43,7 +43,7 @@ class MaskedText:
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """(first, last + 1) characters with a loss; a token has one if it begins there."""
+    """(first, last + 1) characters with a loss; so has a token that holds one of them."""
     ended: bool = False
     """Whether EOS follows, with a loss."""
 
@@ -51,6 +51,7 @@ class MaskedText:
         return len(self.text)
 
 
+Spans = Sequence[tuple[int, int]]
 Document = str | MaskedText
 """A document before it is tokenized."""
 
@@ -86,8 +87,8 @@ class Tokenizer(Protocol):
         """Return the ids of each text, without EOS."""
         ...
 
-    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each text, and the index of the character at which each begins."""
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], Spans]]:
+        """Return the ids of each text, and the (first, last + 1) characters of each id."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -111,12 +112,12 @@ class ByteTokenizer:
         """Return the ids of each text, without EOS."""
         return [self.encode(text) for text in texts]
 
-    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each text, and the index of the character at which each begins."""
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], Spans]]:
+        """Return the ids of each text, and the (first, last + 1) characters of each id."""
         found = []
         for text in texts:
-            starts = [i for i, character in enumerate(text) for _ in character.encode()]
-            found.append((self.encode(text), starts))
+            spans = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+            found.append((self.encode(text), spans))
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -167,11 +168,11 @@ class JsonTokenizer:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
 
-    def encode_with_starts(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids of each text, and the index of the character at which each begins."""
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], Spans]]:
+        """Return the ids of each text, and the (first, last + 1) characters of each id."""
         with self._naming_errors("it cannot encode a text"):
             encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-            return [(each.ids, [start for start, _ in each.offsets]) for each in encoded]
+            return [(each.ids, each.offsets) for each in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; EOS and other special tokens are dropped."""
@@ -215,7 +216,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> lis
     A text ends with EOS. Tokens of a MaskedText without a loss have the bit NO_LOSS.
     """
     masked = [each for each in documents if isinstance(each, MaskedText)]
-    encoded = iter(tokenizer.encode_with_starts([each.text for each in masked]) if masked else ())
+    encoded = iter(tokenizer.encode_with_spans([each.text for each in masked]) if masked else ())
     texts = iter(_encode_texts(tokenizer, [each for each in documents if isinstance(each, str)]))
     return [
         next(texts) if isinstance(each, str) else _masked(tokenizer, each, *next(encoded))
@@ -223,13 +224,11 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> lis
     ]
 
 
-def _masked(
-    tokenizer: Tokenizer, document: MaskedText, ids: list[int], starts: list[int]
-) -> list[int]:
-    tokens, at = np.array(ids, np.int64), np.array(starts, np.int64)
+def _masked(tokenizer: Tokenizer, document: MaskedText, ids: list[int], spans: Spans) -> list[int]:
+    tokens, characters = np.array(ids, np.int64), np.array(spans, np.int64).reshape(-1, 2)
     has_loss = np.zeros(len(tokens), bool)
     for first, end in document.spans:
-        has_loss |= (at >= first) & (at < end)
+        has_loss |= (characters[:, 1] > first) & (characters[:, 0] < end)
     tokens[~has_loss] |= NO_LOSS
     return [*tokens.tolist(), *([tokenizer.eos_id] if document.ended else [])]
 

@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dtron.config import Data
 from dtron.data.tokenizer import MaskedText, tokenizer_file
 from dtron.errors import ConfigError, DataError
-from dtron.io.untrusted import JSON_BYTES, MB, parse, read_text
+from dtron.io.untrusted import JSON_BYTES, MB, read_text
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -234,8 +234,8 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = parse(read_text(file, JSON_BYTES))
-    except (OSError, ValueError) as error:
+        found = json.loads(read_text(file, JSON_BYTES))  # model_max_length may have 100 bits
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"data.tokenizer: {file}: {error}") from None
     return found if isinstance(found, dict) else {}
 
