@@ -292,6 +292,9 @@ class Train(Section):
     automatic = frozenset(("loss_chunks",))
     steps: int = Field(default=100, ge=1, le=MAX_STEPS)
     """Optimizer steps."""
+    epochs: float = Field(default=0.0, ge=0, le=1e6)
+    """Number of times to read the training data, in place of `steps`, which follow from it: the
+    last step is that in which the last epoch ends. 0: `steps` decides."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens per sequence."""
     global_batch: int = Field(default=8, ge=1, le=MAX_SEQUENCES)

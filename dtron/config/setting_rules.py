@@ -9,6 +9,7 @@ micro-batches if the degrees do not multiply to the world size. The rule then re
 and `refuse` shows each message once.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,6 +110,11 @@ def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
                 f"optim.groups: weight_decay = {group.weight_decay} of match = {group.match!r} has "
                 'no effect with optim.name = "sgd"; leave it out'
             )
+
+
+def _known_steps(config: "RunConfig") -> float:
+    """Return the steps of the run; infinite while they are to follow from `train.epochs`."""
+    return math.inf if config.train.epochs else config.train.steps
 
 
 _FLOAT8 = " ".join(
@@ -229,10 +235,22 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "faults.on_spike faults.spike_window train.steps",
-        lambda c: not c.faults.on_spike or c.train.steps > c.faults.spike_window,
+        lambda c: not c.faults.on_spike or _known_steps(c) > c.faults.spike_window,
         "faults.on_spike = {c.faults.on_spike!r} with faults.spike_window = "
         "{c.faults.spike_window} and train.steps = {c.train.steps}: no spike is detected in the "
         "first window; use a smaller faults.spike_window, or more steps",
+    ),
+    Rule(
+        "train.epochs train.steps",
+        lambda c: not c.train.epochs or not any(changed(c, "train.steps")),
+        "train.epochs = {c.train.epochs:g} and train.steps = {c.train.steps} both say when the run "
+        "ends; leave one of them out",
+    ),
+    Rule(
+        "train.epochs data.mixture data.hf_streaming",
+        lambda c: not c.train.epochs or not (c.data.mixture or c.data.hf_streaming),
+        "train.epochs = {c.train.epochs:g} needs data with one length; a mixture and a stream have "
+        "none: set train.steps",
     ),
     Rule(
         "parallel.reduce parallel.zero",
@@ -296,13 +314,13 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "faults.verify_step train.steps",
-        lambda c: c.faults.verify_step <= c.train.steps,
+        lambda c: c.faults.verify_step <= _known_steps(c),
         "faults.verify_step = {c.faults.verify_step} is after the last step (train.steps = "
         "{c.train.steps}); use at most {c.train.steps}",
     ),
     Rule(
         "metrics.profile_start train.steps",
-        lambda c: c.metrics.profile_start <= c.train.steps,
+        lambda c: c.metrics.profile_start <= _known_steps(c),
         "metrics.profile_start = {c.metrics.profile_start} is after the last step (train.steps = "
         "{c.train.steps}); use at most {c.train.steps}",
     ),

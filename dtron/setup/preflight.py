@@ -4,6 +4,7 @@ Each rank does the cheap checks. The first rank of each host prepares the data w
 wait, so that an error in the data is found and printed once."""
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from dtron.checkpoint.initial_weights import (
 )
 from dtron.config import MOMENTS, RunConfig
 from dtron.config.rule import refuse
+from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.data import (
     Tokenizer,
     TrainingSource,
@@ -30,6 +32,7 @@ from dtron.data import (
 )
 from dtron.data.corpus.cache import STALE_SECONDS
 from dtron.data.mixture import Mixture
+from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
 from dtron.models.attention import Backend
@@ -96,6 +99,8 @@ class Preflight(NamedTuple):
     model: ModelSetup
     data: DataSetup
     resume: ResumeState
+    config: RunConfig
+    """The config, with the steps that follow from `train.epochs` in its place."""
 
 
 def preflight(
@@ -114,17 +119,36 @@ def preflight(
     check_trackers(config)
     model = set_up_model(config, place, starts)
     tokenizer = open_tokenizer(config, model.config)
+    data = None
+    if config.train.epochs:
+        data = _open_data(config, tokenizer, place)
+        config = _with_steps(config, data.train, place)
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
         resume = replace(resume, initial=open_weights(config, model.config, tokenizer))
-    if place.local_rank == 0:
-        _check_writable(RunDir(config.run.dir).path)
-    data = open_sets(config, tokenizer, place)
+    data = data or _open_data(config, tokenizer, place)
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
     mixture_of(data.train, config, resume)  # raises where epochs end before the run
-    return Preflight(model, data, resume)
+    return Preflight(model, data, resume, config)
+
+
+def _with_steps(config: RunConfig, source: TrainingSource, place: Place) -> RunConfig:
+    """Return the config with the steps that follow from `train.epochs` in its place, and log them.
+
+    Raises:
+        ConfigError: another key does not fit these steps.
+    """
+    assert isinstance(source, Shuffled), "mixtures and streams are refused"
+    epochs, length, batch = config.train.epochs, source.epoch_length, config.train.global_batch
+    steps = max(1, math.ceil(epochs * length / batch))
+    config = config.changed(train={"epochs": 0.0, "steps": steps})
+    refuse(broken_settings(Candidate(config, place.world_size)))
+    log.info(
+        "train.epochs = %g: %d steps of %d sequences; an epoch has %d", epochs, steps, batch, length
+    )
+    return config
 
 
 def mixture_of(mixture: TrainingSource, config: RunConfig, resume: ResumeState) -> str:
@@ -194,6 +218,12 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     if not config.checkpoint.allow_data_change:
         check_tokenizer(initial, tokenizer, config.data)
     return initial
+
+
+def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
+    if place.local_rank == 0:
+        _check_writable(RunDir(config.run.dir).path)
+    return open_sets(config, tokenizer, place)
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:

@@ -137,7 +137,8 @@ class Trainer:
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
             found = preflight(config, self.place, self.rendezvous)
-            self.model_setup, self.data_setup, self.resume = found
+            self.model_setup, self.data_setup, self.resume, self.config = found
+            config = self.config  # with the steps of `train.epochs`
             metadata = self.resume.metadata
             self.attempts.begin(metadata.step if metadata else 0, config.faults.max_attempts)
         except BaseException:

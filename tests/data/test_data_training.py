@@ -13,6 +13,7 @@ from dtron.checkpoint.directory import read_metadata, write_metadata
 from dtron.config import RunConfig
 from dtron.data import open_data, sources
 from dtron.data.corpus import tokenize
+from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, DataError
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
@@ -175,3 +176,21 @@ def test_a_checkpoint_of_the_earlier_order_is_refused(tmp_path: Path, corpus: di
         preflight(resume, PLACE)
     options = resume.checkpoint.model_copy(update={"allow_data_change": True})
     preflight(resume.model_copy(update={"checkpoint": options}), PLACE)
+
+
+def test_epochs_end_the_run_and_its_schedule(tmp_path: Path, corpus: dict) -> None:
+    settings = {**corpus, "data__packing": "best_fit", "train__steps": 100, "train__epochs": 1.5}
+    run_ranks(1, fit, tiny(tmp_path / "run", **settings))
+    config = RunConfig.load(tmp_path / "run" / "config.toml")
+    source, _ = open_data(config.data, seq_len=32, seed=config.train.seed)
+    assert isinstance(source, Shuffled)
+    length = source.epoch_length
+    assert length % 8, "the last step is not full by chance"
+    assert (config.train.steps, config.train.epochs) == (-(-3 * length // 16), 0)
+    assert rows(tmp_path / "run")[-1]["step"] == config.train.steps
+    steps = tiny(tmp_path / "steps", **{**settings, "train__steps": config.train.steps})
+    with pytest.raises(ConfigError, match="both say when the run ends"):
+        preflight(steps, PLACE)
+    for key in ("metrics__profile_start", "faults__verify_step"):
+        with pytest.raises(ConfigError, match="after the last step"):
+            preflight(tiny(tmp_path / "late", **settings, **{key: config.train.steps + 1}), PLACE)
