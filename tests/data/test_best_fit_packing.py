@@ -184,7 +184,7 @@ def test_waste_on_the_embedded_corpus_is_near_the_bound(seq_len: int) -> None:
     """No packing needs fewer sequences than all tokens fill, or than there are pieces of more than
     half a sequence."""
     texts = files_corpus(Data()).documents(Reading(Data()))
-    lengths = np.array([len(text.encode()) + 1 for text in texts])
+    lengths = np.array([len(str(text).encode()) + 1 for text in texts])
     whole, rests = lengths // seq_len, lengths % seq_len
     pieces = np.concatenate([np.full(whole.sum(), seq_len), rests[rests > 0]])
     needed = max(-(-lengths.sum() // seq_len), np.count_nonzero(pieces > seq_len // 2))

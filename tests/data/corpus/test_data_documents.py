@@ -7,6 +7,7 @@ import pytest
 
 from dtron.config import Data
 from dtron.data.corpus.documents import READERS, Part, Reading, files_corpus, find_files
+from dtron.data.tokenizer import Document
 from dtron.errors import DataError
 
 
@@ -14,7 +15,7 @@ def section(*paths: Path, text_key: str = "text") -> Data:
     return Data.model_validate({"paths": tuple(map(str, paths)), "text_key": text_key})
 
 
-def read(*paths: Path, text_key: str = "text") -> list[str]:
+def read(*paths: Path, text_key: str = "text") -> list[Document]:
     data = section(*paths, text_key=text_key)
     return list(files_corpus(data).documents(Reading(data)))
 

@@ -15,6 +15,7 @@ from dtron.data.corpus.documents import Reading
 from dtron.data.corpus.hf import HfStream, hf_corpus
 from dtron.data.sources import open_corpus_and_index
 from dtron.data.stream import START
+from dtron.data.tokenizer import Document
 from dtron.errors import ConfigError, DataError
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, losses, tiny
@@ -59,7 +60,7 @@ def first_tokens(data: Data, n: int = 40) -> list[int]:
     return [token for k in range(n) for token in source.sequence(k).tokens.tolist()]
 
 
-def all_texts(data: Data) -> list[str]:
+def all_texts(data: Data) -> list[Document]:
     return list(hf_corpus(data).documents(Reading(data)))
 
 
