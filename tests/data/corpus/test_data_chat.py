@@ -13,9 +13,11 @@ from dtron.config import Data
 from dtron.data import load_tokenizer, open_data
 from dtron.data.corpus.chat import CHATML, ChatRows
 from dtron.data.corpus.documents import Reading, files_corpus
+from dtron.data.corpus.hf import HfStream, hf_corpus
 from dtron.data.corpus.prepare import prepare_folder
 from dtron.data.packing import IGNORE
 from dtron.data.sources import identity_of
+from dtron.data.stream import START
 from dtron.data.tokenizer import NO_LOSS, MaskedText, encode_documents
 from dtron.errors import ConfigError, DataError
 from tests.harness import run_ranks
@@ -224,6 +226,28 @@ def test_tokens_and_masks_are_those_of_transformers(make: Make, tmp_path: Path, 
             assert [i % NO_LOSS for i in ids] == found["input_ids"]
             if marked:
                 assert [int(i < NO_LOSS) for i in ids] == found["assistant_masks"]
+
+
+def test_tables_hold_the_same_chats(make: Make, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    chats = [{"messages": TURNS, "tools": None}, {"messages": CALLS, "tools": TOOLS}] * 2
+    data = make(chats, chat_template=template(tmp_path, PLAIN))
+    table = pyarrow.Table.from_pylist(chats)
+    pyarrow.parquet.write_table(table, str(tmp_path / "chats.parquet"))
+    values = {"source": "hf", "hf_path": str(tmp_path / "chats.parquet")}
+    streamed = data.model_copy(update={**values, "hf_streaming": True})
+    found = [
+        read(data.model_copy(update={"paths": (values["hf_path"],)})),
+        list(hf_corpus(data.model_copy(update=values)).documents(Reading(data))),
+        list(HfStream(streamed).read(START)),
+    ]
+    assert found == [read(data)] * 3
+    sequences, _ = open_data(streamed, seq_len=400, seed=0)
+    packed = sequences.sequence(0)
+    assert packed.tokens.max() < 257
+    assert 0 < np.count_nonzero(packed.labels != IGNORE) < 200
 
 
 CHATS = [
