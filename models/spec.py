@@ -215,7 +215,7 @@ class ModelSpec:
 
     def is_hidden_matrix(self, fqn: str, n_dims: int) -> bool:
         """Whether Muon updates a parameter: a matrix, or a stack of matrices, of a layer."""
-        if n_dims not in (2, 3) or fqn.endswith("bias"):
+        if fqn.endswith("bias") or any(contains(pattern, fqn) for pattern in self.gates):
             return False
-        in_gate = any(contains(pattern, fqn) for pattern in self.gates)
-        return contains(self.layer.format("*"), fqn) and not in_gate
+        stacked = n_dims == 3 and contains(self.experts, fqn)  # not, say, weights of convolutions
+        return contains(self.layer.format("*"), fqn) and (n_dims == 2 or stacked)

@@ -36,6 +36,7 @@ from dtron.checkpoint.directory import (
 from dtron.checkpoint.initial_weights import check_named, model_settings, open_initial
 from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
+from dtron.data.corpus.chat import stated_template
 from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
 from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
@@ -50,6 +51,7 @@ from dtron.run.rendezvous import meet
 
 log = logging.getLogger("dtron")
 
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,7 +60,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    TEMPLATE,
     "generation_config.json",
 )
 """Files of a model, other than its weights, that are copied unchanged."""
@@ -182,7 +184,8 @@ def to_hf_from(given: argparse.Namespace) -> None:
     check_agreement(path, everyone)
     check_content(path, everyone)
     tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
-    to_hf_folder(path, given.out, given.dtype, tokenizer, round(given.file_gb * _GB), given.model)
+    size, template = round(given.file_gb * _GB), trained_template(path)
+    to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -233,6 +236,19 @@ def trained_tokenizer(checkpoint: Location) -> Path | str | None:
     return folder
 
 
+def trained_template(checkpoint: Location) -> str:
+    """Return the chat template that a run set, which tokenizer files lack; empty: none.
+
+    Raises:
+        ConfigError: the template's file cannot be read.
+    """
+    run = checkpoint.parent.parent / "config.toml"
+    if not isinstance(run, Path) or not run.is_file():
+        return ""
+    data = RunConfig.load(run).data
+    return stated_template(data) if data.has_chats else ""
+
+
 def to_hf_folder(
     checkpoint: Location,
     out: Path,
@@ -240,6 +256,7 @@ def to_hf_folder(
     tokenizer: Path | str | None = None,
     file_bytes: int = 5 * _GB,
     name: str = "",
+    template: str = "",
 ) -> None:
     """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
@@ -249,6 +266,7 @@ def to_hf_folder(
         tokenizer: a folder whose tokenizer files are copied, or "byte"; None: no tokenizer files.
         file_bytes: maximum size of each file.
         name: the custom model of the checkpoint, MODULE:NAME; empty: a model of dtron.
+        template: text of chat_template.jinja; empty: that of the tokenizer files, if they have one.
     Raises:
         ConfigError: the checkpoint is of another model than `name`.
         CheckpointError: transformers has no such model, a file cannot be read, or `out` exists.
@@ -280,6 +298,8 @@ def to_hf_folder(
         if rank == 0:
             if tokenizer is not None:
                 export.config_json |= _add_tokenizer(tokenizer, partial)
+                if template:
+                    (partial / TEMPLATE).write_text(template)
             export.write_json(partial)
     log.info("wrote %d files for %s to %s", len(export.files), hf.architecture, out)
     if tokenizer is None:

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
-from dtron.checkpoint.directory import find_weights, read_metadata
+from dtron.checkpoint.directory import (
+    check_agreement,
+    check_content,
+    find_weights,
+    read_metadata,
+)
+from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import Data
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
@@ -66,12 +73,14 @@ class HuggingFaceReader(StoredReader):
 def open_initial(
     path: str | Location, zero_centered: bool = False, name: str = ""
 ) -> InitialWeights:
-    """Open initial weights and read the config of their model; no custom model is imported.
+    """Open initial weights and read the config of their model.
+
+    No custom model is imported but the one that `name` names.
 
     Args:
         path: a Hugging Face folder, a checkpoint, or a run.
         zero_centered: read norm weights of a Hugging Face folder as gamma - 1.
-        name: `model.name`, for a Hugging Face folder of a custom model; this one is imported.
+        name: `model.name`, for a Hugging Face folder of a custom model.
     Raises:
         CheckpointError: the path is none of these, or the folder is incomplete.
         ConfigError: see `model_spec`.
@@ -82,13 +91,37 @@ def open_initial(
         return InitialWeights(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
     model = dict(read_metadata(found).model)
-    name = str(model.pop("name", ""))
+    family = str(model.pop("name", ""))
     try:
-        return InitialWeights(found, name, DecoderConfig.model_validate(model, strict=False), None)
+        return InitialWeights(
+            found, family, DecoderConfig.model_validate(model, strict=False), None
+        )
     except ValueError as error:
         raise CheckpointError(
             f"{found}: its model is not supported by this version of dtron: {error}"
         ) from None
+
+
+def load_initial(
+    initial: InitialWeights,
+    stored: StoredModel,
+    verify: bool,
+    everyone: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+) -> None:
+    """Load initial weights into a parallel model; all ranks call it together.
+
+    Args:
+        verify: whether to check the content of a checkpoint of dtron.
+        everyone: CPU process group of all ranks.
+        group: the same, for collectives that may wait for a disk.
+    Raises:
+        CheckpointError: ranks have found different checkpoints, or a tensor is missing or damaged.
+    """
+    check_agreement(initial.path, everyone)
+    if verify and initial.folder is None:
+        check_content(initial.path, group)
+    stored.load_weights(initial.reader(), initial.path, group)
 
 
 def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:

@@ -368,8 +368,8 @@ class Optim(Section):
     learning rates. `original`: by sqrt(max(1, A / B)), with learning rates of about 0.02."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
-    4 of Muon's matrices and of Lion. beta2 must then be at most 0.99, since the smaller changes of
-    a larger beta2 are lost in bfloat16."""
+    4 of Muon's matrices and of Lion. beta2 and momentum must then be at most 0.99, since the
+    smaller changes of larger ones are lost in bfloat16."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
     groups: tuple[OptimGroup, ...] = Field(default=(), strict=False)

@@ -234,6 +234,13 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "0.99 or less",
     ),
     Rule(
+        "optim.moments optim.momentum",
+        lambda c: c.optim.moments != "bfloat16" or c.optim.momentum <= 0.99,
+        'optim.moments = "bfloat16" with optim.momentum = {c.optim.momentum}: a momentum that '
+        "changes by less than 1/512 per step is rounded back and stays; use optim.momentum = 0.99 "
+        "or less",
+    ),
+    Rule(
         "faults.on_spike faults.spike_window train.steps",
         lambda c: not c.faults.on_spike or _known_steps(c) > c.faults.spike_window,
         "faults.on_spike = {c.faults.on_spike!r} with faults.spike_window = "
@@ -244,7 +251,7 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "train.epochs train.steps",
         lambda c: not c.train.epochs or not any(changed(c, "train.steps")),
         "train.epochs = {c.train.epochs:g} and train.steps = {c.train.steps} both say when the run "
-        "ends; leave one of them out",
+        "ends; leave one of them out (train.epochs= on the command line does)",
     ),
     Rule(
         "train.epochs data.mixture data.hf_streaming",

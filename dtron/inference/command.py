@@ -54,10 +54,11 @@ def generate(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, help="of the drawn tokens; default: train.seed")
     given = _parsed(parser, arguments)
-    if given.tokens < 1 or not 0 <= given.temperature < math.inf:
+    if given.tokens < 1:
+        raise ConfigError(f"--tokens {given.tokens} is not positive; use 1 or more")
+    if not 0 <= given.temperature < math.inf:
         raise ConfigError(
-            f"--tokens {given.tokens} --temperature {given.temperature:g}: tokens must be at least "
-            "1, and the temperature 0 or more"
+            f"--temperature {given.temperature:g} is not a temperature; use 0 or more, such as 0.8"
         )
     with _loaded(given, validation=False) as loaded:
         text = _continued(loaded, given)

@@ -5,11 +5,11 @@ any layout can read them: that of the training run does not matter.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dtron.checkpoint.directory import find_weights
-from dtron.checkpoint.initial_weights import fill_from_initial
+from dtron.checkpoint.initial_weights import fill_from_initial, load_initial
 from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
@@ -26,6 +26,12 @@ from dtron.training.evaluation import Evaluation
 
 SECTIONS = ("model", "data", "train")
 """Sections of a run's config that hold for its weights wherever they are evaluated."""
+_ACTING = ("model.", "data.", "parallel.", "compile.")
+_KEYS = (
+    *("train.seq_len", "train.micro_batch", "train.loss_chunks", "train.dtype", "train.seed"),
+    *("train.eval_sequences", "checkpoint.verify"),
+)
+"""Keys that act without training, besides all of the sections _ACTING."""
 
 
 def config_of(
@@ -41,19 +47,29 @@ def config_of(
         ConfigError: a key is not legal, or a custom model is not named by `overrides` or `file`.
         CheckpointError: the path has no weights, or the config of their run is missing.
     """
+    given = {word.partition("=")[0].strip() for word in overrides}
+    _check_effect(given)
     words = [f"checkpoint.initial={json.dumps(weights)}", *overrides]
     found = None if file else _config_file(weights)
     if not (file or found):
         words = ["model.size=initial", *words]
+    if found and "model.name" not in given:  # before anything is imported
+        named = RunConfig.load(found, words, sections=SECTIONS).model.name
+        _check_trusted(found, named)
     config = RunConfig.load(file or found, words, fill_from_initial, sections=SECTIONS)
-    if found and not any(word.startswith("model.name=") for word in overrides):
-        _check_trusted(found, config.model.name)
     model_spec(config.model.name)  # raises its error before ranks wait for each other
     degrees, train = config.degrees(world_size), config.train
     ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     one_each = train.micro_batch * ranks * config.parallel.pp  # no step is taken
     train = train.model_copy(update={"global_batch": one_each})
     return Automatic(config.model_copy(update={"train": train})).config
+
+
+def _check_effect(keys: Iterable[str]) -> None:
+    """Raise ConfigError if a key acts on training alone."""
+    idle = [key for key in keys if "." in key and not key.startswith(_ACTING) and key not in _KEYS]
+    if idle:
+        raise ConfigError(f"{', '.join(sorted(idle))}: no effect without training; leave it out")
 
 
 def _check_trusted(found: Path, name: str) -> None:
@@ -94,6 +110,6 @@ def load(config: RunConfig, place: Place, validation: bool) -> Evaluation:
     mesh = build_mesh(config, place.world_size, place.device.type)
     builder = ModelBuilder(config, setup.measured(config, place, group), mesh)
     model = builder.build()
-    StoredModel(model.applied).load_weights(initial.reader(), initial.path, group)
+    load_initial(initial, StoredModel(model.applied), config.checkpoint.verify, group, group)
     tokens = RankTokens(mesh, builder.context, builder.setup)
     return Evaluation(config, model, tokens, tokenizer, sets)

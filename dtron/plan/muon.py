@@ -42,9 +42,10 @@ def batches(run: Resolved, rank: int) -> Iterator[Batch]:
     for (shape, split, shard, dim, expert), n in alike.items():
         axes = _axes(run, len(shape) - 2, split, dim, expert)
         ranks = math.prod(axes.values())
-        each = max(ranks, LARGEST // max(1, math.prod(shard)))
+        stacked = max(1, math.prod(shard[:-2]))
+        each = max(-(-ranks // stacked), LARGEST // max(1, math.prod(shard)))
         matrices = n * math.prod(shard[:-2])
-        yield Batch(shape[-2:], matrices, n * math.prod(shard), -(-n // each), axes)
+        yield Batch((shape[-2], shape[-1]), matrices, n * math.prod(shard), -(-n // each), axes)
 
 
 def newton_schulz(run: Resolved, rank: int, hardware: Hardware) -> float:

@@ -16,7 +16,10 @@ class Callback:
     """
 
     def after_step(self, trainer: "Trainer") -> None:
-        """Called on all ranks after each step, `trainer.step`; the device may still compute it."""
+        """Called on all ranks after each step, `trainer.step`; the device may still compute it.
+
+        Steps that are rolled back are left out. Its time is part of the next step's.
+        """
 
     def after_eval(self, trainer: "Trainer", losses: Mapping[str, float]) -> None:
         """Called on all ranks with `validation_loss` and `validation_loss/NAME`, equal on all."""
@@ -24,5 +27,5 @@ class Callback:
     def after_save(self, trainer: "Trainer", checkpoint: Location) -> None:
         """Called on rank 0 with the folder of each complete checkpoint in the durable location.
 
-        With `checkpoint.mode = "async"`, called by another thread, while training continues.
+        With `checkpoint.mode = "async"`, called after the step in which the save has ended.
         """

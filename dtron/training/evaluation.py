@@ -143,6 +143,7 @@ def sample_text(
     """
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    start = len(ids)
     for _ in range(n_tokens):
         window = ids[-batch_shape[1] :]
         tokens = torch.zeros(batch_shape, dtype=torch.int64, device=device)
@@ -156,7 +157,8 @@ def sample_text(
         if (token := int(drawn)) == tokenizer.eos_id:
             break
         ids.append(token)
-    return tokenizer.decode(ids)
+    text = tokenizer.decode(ids)  # some decoders drop spaces or invalid bytes of the whole text
+    return text if text.startswith(prompt) else prompt + tokenizer.decode(ids[start:])
 
 
 def next_logits(

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -16,11 +17,9 @@ from dtron.checkpoint.checkpointer import Checkpointer
 from dtron.checkpoint.directory import (
     CheckpointMetadata,
     abandon_after,
-    check_agreement,
-    check_content,
     write_metadata,
 )
-from dtron.checkpoint.initial_weights import InitialWeights
+from dtron.checkpoint.initial_weights import InitialWeights, load_initial
 from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
@@ -118,6 +117,8 @@ class Trainer:
         _check_types(config, callbacks)
         model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.fitted, self.callbacks = False, callbacks
+        self._saved: SimpleQueue[Location] = SimpleQueue()
+        """Complete checkpoints of which callbacks are not told yet."""
         self._stop: StopSignal | None = None
         self.place = Place.of_environment()
         self.console = Console()
@@ -260,8 +261,13 @@ class Trainer:
 
     def _committed(self, checkpoint: Location) -> None:
         self.rundir.note_checkpoint(checkpoint)
-        for callback in self.callbacks:
-            callback.after_save(self, checkpoint)
+        self._saved.put(checkpoint)  # this may be another thread, with a limit of time
+
+    def _call_after_saves(self) -> None:
+        while not self._saved.empty():
+            checkpoint = self._saved.get()
+            for callback in self.callbacks:
+                callback.after_save(self, checkpoint)
 
     def _refresh_weights(self) -> None:
         """Update state that depends on weights, after weights were initialized or loaded."""
@@ -297,11 +303,8 @@ class Trainer:
         log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
     def _load_weights(self, initial: InitialWeights) -> None:
-        check_agreement(initial.path, self.host_group)
-        if self.config.checkpoint.verify and initial.folder is None:
-            check_content(initial.path, self.checkpointer.group)
-        stored = self.checkpointer.stored
-        stored.load_weights(initial.reader(), initial.path, self.checkpointer.group)
+        verify, saver = self.config.checkpoint.verify, self.checkpointer
+        load_initial(initial, saver.stored, verify, self.host_group, saver.group)
 
     def _load_guards(self, metadata: CheckpointMetadata) -> None:
         before = metadata.faults.get("rollbacks", 0)
@@ -361,8 +364,11 @@ class Trainer:
                 with self.guards.saving(self.step):
                     saved = self._durable_step(self._roll_back(spike))
                 continue
+            for callback in self.callbacks:
+                callback.after_step(self)
             if self.checkpointer.due(self.step) and self._save():
                 saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
+            self._call_after_saves()
         finished = self.step == config.train.steps
         self._repeat_dropped()
         with self.guards.saving(self.step):
@@ -372,6 +378,7 @@ class Trainer:
             if saved != self.step and (due or not finished):
                 self.saving.begin(durable=True)  # a second signal does not interrupt it
             self.checkpointer.wait()  # raises errors of that save
+        self._call_after_saves()
         stop.end()
         self._write_times()
         if finished:
@@ -419,8 +426,6 @@ class Trainer:
             self._log(result, lr, validates)
         elif self.repeats.full:
             self._repeat_dropped()
-        for callback in self.callbacks:
-            callback.after_step(self)
         if number % config.train.gc_interval == 0:
             gc.collect(1)
 
@@ -487,13 +492,14 @@ class Trainer:
         """Write the metrics of this step. Waits for the device."""
         result = self._repeat_dropped() or result
         row = self.step_log.row(self.step, self.tokens, result, lr)
-        if validates and (losses := self.evaluation.losses()):
-            row |= losses
-            self.throughput.restart()
-            self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
+        losses = self.evaluation.losses() if validates else {}
+        row |= losses
+        self.writer.row(row)
+        if losses:
             for callback in self.callbacks:
                 callback.after_eval(self, losses)
-        self.writer.row(row)
+            self.throughput.restart()
+            self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
         self.step_log.check_skipped(row)
 
     def _save(self) -> bool:

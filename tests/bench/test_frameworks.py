@@ -250,6 +250,7 @@ FREE = {
 SAID = {"model.name", "model.size", "model.override", "recompute.mode", "recompute.every"}
 SAID |= {"train.seq_len", "train.global_batch", "train.micro_batch", "train.dtype"}
 SAID |= {"train.max_grad_norm", "optim.lr", "compile.enable"}
+ENDS = {"train.steps", "train.epochs"}  # a measurement has its own end
 SAID |= {f"parallel.{name}" for name in (*DEGREES, "schedule", "async_tp")}
 
 
@@ -258,7 +259,7 @@ def test_every_key_is_said_refused_or_free() -> None:
     names = {key for key, _, _ in fields(RunConfig)}
     names = {key for key in names if not key.startswith(("data.", "schedule.", "metrics."))}
     float8 = {key for key in names if key.startswith("float8.")}  # need a recipe, or experts
-    known = SAID | FREE | FORCED.keys() | set(peers._TITAN_LACKS) | float8 | {"train.steps"}
+    known = SAID | FREE | FORCED.keys() | set(peers._TITAN_LACKS) | float8 | ENDS
     assert names - known == set()
 
 

@@ -512,7 +512,7 @@ def test_wrong_command_lines_say_what_to_write(
 def test_an_unknown_command_lists_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert commands(words) == 1
     shown = capsys.readouterr().err
-    assert "train, plan, data, bench, convert" in shown
+    assert "train, plan, data, bench, eval, generate, convert" in shown
     assert ("dtron train --config" in shown) == (words[0] == "--config")
 
 

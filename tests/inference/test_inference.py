@@ -3,8 +3,9 @@
 import contextlib
 import io
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,10 @@ def test_seeds_draw_other_texts(run: Path, output: Output) -> None:
         (["eval", "ALONE"], "name a config with --config FILE"),
         (["eval", "nowhere"], "neither a Hugging Face folder"),
         (["generate", "RUN"], "--prompt"),
-        (["generate", "RUN", "--prompt", "x", "--temperature", "-1"], "the temperature 0 or more"),
+        (["generate", "RUN", "--prompt", "x", "--temperature", "nan"], "use 0 or more"),
+        (["eval", "RUN", "optim.lr=5"], "optim.lr: no effect without training"),
+        (["eval", "RUN", "train.steps=9"], "train.steps: no effect without training"),
+        (["eval", "RUN", "checkpoint.initial=other"], "checkpoint.initial: no effect"),
     ],
 )
 def test_what_is_refused(
@@ -111,9 +115,31 @@ def test_a_run_may_not_choose_which_code_runs(
     (copied / "config.toml").write_text(config.replace('name = "llama"', 'name = "theirs:SPEC"'))
     (tmp_path / "theirs.py").write_text("raise SystemExit('their code ran')")
     monkeypatch.chdir(tmp_path)
-    assert cli.commands(["eval", str(copied)]) == 1
-    assert "whose code runs only if you name it; add model.name=theirs:SPEC" in (
-        capsys.readouterr().err
-    )
+    for size in ("initial", "debug"):
+        text = (copied / "config.toml").read_text()
+        (copied / "config.toml").write_text(re.sub('size = ".*"', f'size = "{size}"', text))
+        assert cli.commands(["eval", str(copied)]) == 1
+        assert "whose code runs only if you name it; add model.name=theirs:SPEC" in (
+            capsys.readouterr().err
+        )
     assert cli.commands(["eval", str(copied), "model.name=theirs:SPEC"]) == 1
     assert "their code ran" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], destroyed: None
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    shard = next((copied / "checkpoints" / "step-6").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert cli.commands(["eval", str(copied)]) == 1
+    assert "step-6" in capsys.readouterr().err
+
+
+@pytest.fixture
+def destroyed() -> Iterator[None]:
+    """The process group, which a command leaves after an error, is destroyed."""
+    yield
+    dist.destroy_process_group()

@@ -387,6 +387,7 @@ UPDATED = [
         )
     ],
     Case("llama", 3, **SCALED),  # uneven shards
+    Case("llama", 4, override={"n_heads": 4, "n_kv_heads": 1, "head_dim": 2}, **SCALED),  # empty
     Case("llama", 4, Parallel(tp=2), **SCALED),
     Case("deepseek_v3", 2, Parallel(ep=2), override=MTP, **SCALED),
     Case("deepseek_v3", 4, Parallel(pp=2, tp=2, schedule=V), override=MTP, **SCALED),

@@ -204,6 +204,18 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def stated_template(data: Data) -> str:
+    """Return the text of the template that `data` names; empty: chats have the tokenizer's own.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    name = data.chat_template or ("chatml" if data.tokenizer == "byte" else "")
+    if name == "chatml":
+        return CHATML
+    return _read(Path(name).expanduser()) if name else ""
+
+
 def template_of(data: Data) -> ChatTemplate | None:
     """Return the template of `data.chat_template`, or else of the tokenizer; None: it has none.
 
@@ -214,11 +226,8 @@ def template_of(data: Data) -> ChatTemplate | None:
     folder = Path() if byte else tokenizer_file(data.tokenizer).parent
     settings = {} if byte else _settings_of(folder)
     special = {key: _content(settings[key]) for key in _SPECIAL if settings.get(key)}
-    name = data.chat_template or ("chatml" if byte else "")
-    if name == "chatml":
-        return ChatTemplate({"default": CHATML}, special, "chatml")
-    if name:
-        return ChatTemplate({"default": _read(Path(name).expanduser())}, special, name)
+    if stated := stated_template(data):
+        return ChatTemplate({"default": stated}, special, data.chat_template or "chatml")
     file, found = folder / "chat_template.jinja", settings.get("chat_template")
     if file.is_file():
         return ChatTemplate({"default": _read(file)}, special, str(file))

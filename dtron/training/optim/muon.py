@@ -75,7 +75,8 @@ class Muon(AdamW):
         """Update equal parameters, sharded alike, as one tensor (k, a, b)."""
         buffers = [local_part(self._momentum(p)) for p in members]
         parameters = [local_part(p) for p in members]
-        shape = (-1, *parameters[0].shape[-2:])
+        *stacked, a, b = parameters[0].shape  # a shard may be empty
+        shape = (len(members) * math.prod(stacked), a, b)
         factor = self._factor(members[0])
         finite = factor.isfinite()  # if not, lr and the weight of g are 0: nothing changes
         g = flatten([local_part(p.grad) for p in members])  # type: ignore[arg-type]
@@ -122,7 +123,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 def _batches(members: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Exchange]]]:
     """Yield parameters of equal shape and sharding, with their exchanges.
 
-    A batch has at least one parameter for each rank, and at most LARGEST local elements otherwise.
+    A batch has at least one matrix for each rank, and at most LARGEST local elements otherwise.
     Ranks that exchange shards hold the same parameters in the same order: batches are equal.
     """
     alike: dict[Any, list[Tensor]] = {}
@@ -133,7 +134,8 @@ def _batches(members: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Exchang
         route = exchanges(equal[0])
         ranks = math.prod(exchange.ranks for exchange in route)
         # Of the mean rank: uneven shards differ, and ranks must agree.
-        each = max(ranks, LARGEST * _shards(equal[0]) // max(1, equal[0].numel()))
+        largest = LARGEST * _shards(equal[0]) // max(1, equal[0].numel())
+        each = max(-(-ranks // _stacked(equal[0])), largest)
         for first in range(0, len(equal), each):
             yield equal[first : first + each], route
 
@@ -144,3 +146,15 @@ def _shards(parameter: Tensor) -> int:
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements
     return math.prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate())
+
+
+def _stacked(parameter: Tensor) -> int:
+    """Return the number of matrices of a parameter that a rank holds, the same on all ranks."""
+    if parameter.dim() == 2:
+        return 1
+    whole = [1]
+    if isinstance(parameter, DTensor):
+        placements = enumerate(parameter.placements)
+        mesh = parameter.device_mesh
+        whole += [mesh.size(axis) for axis, each in placements if getattr(each, "dim", None) == 0]
+    return max(1, len(parameter) // math.prod(whole))
