@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtron.checkpoint.convert import trained_template
 from dtron.config import Data
 from dtron.data import load_tokenizer, open_data
 from dtron.data.corpus.chat import CHATML, ChatRows
@@ -289,3 +290,15 @@ def test_steps_without_a_label_have_no_loss(make: Make, tmp_path: Path) -> None:
     path = template(tmp_path, nothing)
     row = logged(make, tmp_path / "run", "pad", 8, 1, data__chat_template=path)
     assert (row["loss"], row["grad_norm"], row.get("skipped", 0)) == (0.0, 0.0, 0)
+
+
+def test_an_export_has_the_template_of_the_run(tmp_path: Path) -> None:
+    checkpoint, config = tmp_path / "run/checkpoints/step-1", tmp_path / "run/config.toml"
+    checkpoint.mkdir(parents=True)
+    for text, wanted in (
+        ('[data]\nformat = "chat"\npacking = "pad"\n', CHATML),
+        ("[data]\n", ""),
+        ('[data]\nformat = "chat"\npacking = "pad"\ntokenizer = "theirs"\n', ""),
+    ):
+        config.write_text(text)
+        assert trained_template(checkpoint) == wanted
