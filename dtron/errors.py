@@ -319,18 +319,20 @@ _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 def hint_of_weights(path: str) -> str:
     """Return a fix for a path to weights that dtron cannot read; empty: no fix is known.
 
-    Such a path is a pickle, or a name on the Hugging Face Hub.
+    Such a path is a pickle, a name on the Hugging Face Hub, or does not exist.
     """
     if path.lower().endswith(_PICKLES):
         return (
             "; dtron does not read pickles, which can run any code: save the model as safetensors, "
             "as save_pretrained(FOLDER) of transformers does, and name that folder"
         )
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.exists(path):
+    if "://" in path or os.path.exists(path):
+        return ""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.isdir(os.path.dirname(path)):
         return (
             f"; dtron does not download: run hf download {path} --local-dir FOLDER and name FOLDER"
         )
-    return ""
+    return "; it does not exist"
 
 
 def printable(text: str) -> str:

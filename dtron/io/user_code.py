@@ -42,9 +42,16 @@ def _import(setting: str, module: str) -> ModuleType:
                 f"{setting}: there is no module {error.name}; install its package, or start in the "
                 "folder that has it"
             ) from None
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        where = _line_of(traceback.extract_tb(error.__traceback__))
         text = shorten(" ".join(str(error).split()), 300)
         raise ConfigError(
             f"{setting}: the import of {module} raised {type(error).__name__}: {text} "
             f"({where.filename}, line {where.lineno}); fix the module"
         ) from error
+
+
+def _line_of(frames: traceback.StackSummary) -> traceback.FrameSummary:
+    """Return the last line of the module that was being imported, not of what it has called."""
+    files = [frame.filename for frame in frames if frame.name == "<module>"]
+    inside = [frame for frame in frames if files and frame.filename == files[-1]]
+    return inside[-1] if inside else frames[-1]

@@ -131,6 +131,7 @@ BROKEN = {
     "no_such.net:SPEC": ": there is no module no_such; install its package, or start in the folder",
     "broken:SPEC": ": the import of broken raised ZeroDivisionError: division by zero (",
     "lacks:SPEC": ": the import of lacks raised ModuleNotFoundError: No module named 'no_such' (",
+    "calls:SPEC": ": the import of calls raised ValidationError: 6 validation errors for Decoder",
     "exits:SPEC": ": the import of exits raised SystemExit: 3 (",
     f"{HERE}:SAMES": f": module {HERE} has no attribute 'SAMES'; did you mean SAME?",
     f"{HERE}:NOT_A_SPEC": " is a dict, not a ModelSpec; name a dtron.models.ModelSpec of the",
@@ -146,9 +147,14 @@ def test_an_error_is_one_sentence(folder: Path, name: str) -> None:
     (folder / "broken.py").write_text("open('imports', 'a').write('x')\n1 / 0\n")
     (folder / "lacks.py").write_text("import no_such\n")
     (folder / "exits.py").write_text("raise SystemExit(3)\n")
+    calls = "from dtron.models import DecoderConfig\n\nDecoderConfig(activation='none')\n"
+    (folder / "calls.py").write_text(calls)
     found = list(all_broken(ModelCandidate(RunConfig.of({"model": {"name": name}}), 1)))
     assert len(found) == 1
     assert found[0].startswith(f"model.name = {name}{BROKEN[name]}")
+    for file, line in (("broken", 2), ("lacks", 1), ("calls", 3)):  # not a line of what they call
+        if name == f"{file}:SPEC":
+            assert f"/{file}.py, line {line}); fix the module" in found[0]
     if name == "broken:SPEC":
         assert (folder / "imports").read_text() == "x"  # imported once, not by every rule
 
