@@ -33,10 +33,15 @@ from dtron.checkpoint.directory import (
     read_metadata,
     write_metadata,
 )
-from dtron.checkpoint.initial_weights import check_named, model_settings, open_initial
+from dtron.checkpoint.initial_weights import (
+    check_named,
+    config_of_run,
+    model_settings,
+    open_initial,
+)
 from dtron.checkpoint.save import first_cause
 from dtron.config import RunConfig
-from dtron.data.corpus.chat import stated_template
+from dtron.data.corpus.chat import TEMPLATE_FILE, stated_template
 from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
 from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
@@ -51,7 +56,6 @@ from dtron.run.rendezvous import meet
 
 log = logging.getLogger("dtron")
 
-TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,7 +64,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    TEMPLATE,
+    TEMPLATE_FILE,
     "generation_config.json",
 )
 """Files of a model, other than its weights, that are copied unchanged."""
@@ -216,8 +220,7 @@ def trained_tokenizer(checkpoint: Location) -> Path | str | None:
         return None
     if (checkpoint / "tokenizer.json").is_file():
         return checkpoint
-    run = checkpoint.parent.parent / "config.toml"
-    if not run.is_file():
+    if (run := config_of_run(checkpoint)) is None:
         return None
     data = RunConfig.load(run).data
     if data.tokenizer == "byte":
@@ -242,8 +245,7 @@ def trained_template(checkpoint: Location) -> str:
     Raises:
         ConfigError: the template's file cannot be read.
     """
-    run = checkpoint.parent.parent / "config.toml"
-    if not isinstance(run, Path) or not run.is_file():
+    if (run := config_of_run(checkpoint)) is None:
         return ""
     data = RunConfig.load(run).data
     return stated_template(data) if data.has_chats else ""
@@ -273,7 +275,7 @@ def to_hf_folder(
         OSError: the disk is full.
     """
     initial, metadata = open_initial(checkpoint), read_metadata(checkpoint)
-    check_named(initial, name, "add --model ")
+    check_named(initial.path, initial.name, name, "add --model ")
     _check_effect(name, initial.name, checkpoint)
     seq_len = metadata.settings.get("train.seq_len", 1)
     config = initial.config
@@ -299,7 +301,7 @@ def to_hf_folder(
             if tokenizer is not None:
                 export.config_json |= _add_tokenizer(tokenizer, partial)
                 if template:
-                    (partial / TEMPLATE).write_text(template)
+                    (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
             export.write_json(partial)
     log.info("wrote %d files for %s to %s", len(export.files), hf.architecture, out)
     if tokenizer is None:

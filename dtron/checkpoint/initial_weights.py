@@ -144,22 +144,30 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
         )
 
 
-def check_named(initial: InitialWeights, named: str, fix: str) -> None:
-    """Check that the user names the custom model of a checkpoint, before it is imported.
+def check_named(where: Location, name: str, named: str, fix: str) -> None:
+    """Check that the user names a custom model before it is imported.
 
-    A checkpoint is not trusted: it may not choose which code runs.
+    Neither a checkpoint nor the config of its run is trusted: they may not choose which code runs.
 
     Args:
+        where: a checkpoint, or the config of its run.
+        name: the model that it is of.
         named: the name that the user gave; empty: none.
         fix: end of the error, without the name.
     Raises:
         ConfigError: the name is missing, or another one.
     """
-    if is_imported(initial.name) and named != initial.name:
+    if is_imported(name) and named != name:
         raise ConfigError(
-            f"{initial.path} is of the custom model {initial.name}, whose code runs only if you "
-            f"name it; {fix}{initial.name}"
+            f"{where} is of the custom model {name}, whose code runs only if you name it; "
+            f"{fix}{name}"
         )
+
+
+def config_of_run(checkpoint: Location) -> Path | None:
+    """Return config.toml of a checkpoint's run; None: it is missing, or in a store."""
+    found = checkpoint.parent.parent / "config.toml"
+    return found if isinstance(found, Path) and is_file(found) else None
 
 
 def model_settings(name: str, config: DecoderConfig) -> str:
@@ -202,7 +210,7 @@ def fill_from_initial(values: dict[str, Any]) -> dict[str, Any]:
         return values
     if by_initial:
         initial = open_initial(path, name=str(model.get("name", "")))
-        check_named(initial, str(model.get("name", "")), "set model.name=")
+        check_named(initial.path, initial.name, str(model.get("name", "")), "set model.name=")
         override = {**initial.config.model_dump(mode="json"), **model.get("override", {})}
         size = next(iter(model_spec(initial.name).sizes))
         model = {**model, "name": initial.name, "size": size, "override": override}

@@ -45,14 +45,14 @@ class StoredModel:
         self._rows = applied.padded_rows
 
     def load_weights(
-        self, reader: dcp.StorageReader, where: Location, group: dist.ProcessGroup | None = None
+        self, reader: dcp.StorageReader, where: Location, group: dist.ProcessGroup
     ) -> None:
         """Load weights only, in place; all ranks call it together.
 
         Args:
             reader: a reader of tensors by their names in checkpoints.
             where: path of the weights, for error messages.
-            group: CPU process group of all ranks; None: the default group.
+            group: CPU process group of all ranks.
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or has the wrong shape.
         """

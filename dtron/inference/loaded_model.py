@@ -9,13 +9,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dtron.checkpoint.directory import find_weights
-from dtron.checkpoint.initial_weights import fill_from_initial, load_initial
+from dtron.checkpoint.initial_weights import (
+    check_named,
+    config_of_run,
+    fill_from_initial,
+    load_initial,
+)
 from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import is_file, location
 from dtron.models import model_spec
-from dtron.models.custom import is_imported
 from dtron.models.hf_weights import CONFIG
 from dtron.run.process import Place, host_group
 from dtron.setup.automatic import Automatic
@@ -55,7 +59,7 @@ def config_of(
         words = ["model.size=initial", *words]
     if found and "model.name" not in given:  # before anything is imported
         named = RunConfig.load(found, words, sections=SECTIONS).model.name
-        _check_trusted(found, named)
+        check_named(found, named, "", "add model.name=")
     config = RunConfig.load(file or found, words, fill_from_initial, sections=SECTIONS)
     model_spec(config.model.name)  # raises its error before ranks wait for each other
     degrees, train = config.degrees(world_size), config.train
@@ -72,23 +76,14 @@ def _check_effect(keys: Iterable[str]) -> None:
         raise ConfigError(f"{', '.join(sorted(idle))}: no effect without training; leave it out")
 
 
-def _check_trusted(found: Path, name: str) -> None:
-    """Raise ConfigError if a run that the user did not write may choose which code runs."""
-    if is_imported(name):
-        raise ConfigError(
-            f"{found} is of the custom model {name}, whose code runs only if you name it; add "
-            f"model.name={name}"
-        )
-
-
 def _config_file(weights: str) -> Path | None:
     """Return config.toml of the weights' run; None: the weights are a Hugging Face folder."""
     where = location(weights)
     if isinstance(where, Path) and is_file(where / CONFIG):
         return None
-    run = find_weights(where, "a Hugging Face folder (with config.json) nor ").parent.parent
-    if isinstance(run, Path) and is_file(run / "config.toml"):
-        return run / "config.toml"
+    checkpoint = find_weights(where, "a Hugging Face folder (with config.json) nor ")
+    if (found := config_of_run(checkpoint)) is not None:
+        return found
     raise CheckpointError(
         f"{weights} has no run with a config.toml; name a config with --config FILE"
     )

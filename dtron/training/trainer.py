@@ -118,7 +118,7 @@ class Trainer:
         model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.fitted, self.callbacks = False, callbacks
         self._saved: SimpleQueue[Location] = SimpleQueue()
-        """Complete checkpoints of which callbacks are not told yet."""
+        """Complete checkpoints for which `after_save` has not been called yet."""
         self._stop: StopSignal | None = None
         self.place = Place.of_environment()
         self.console = Console()

@@ -205,7 +205,7 @@ def fit_with_more_on_the_last_rank(config: RunConfig) -> None:
 
 
 class Noting(Callback):
-    """Writes what it is told to a file of its rank; on the last rank, stops the run at step 3."""
+    """Writes each call to a file of its rank; on the last rank, stops the run at step 3."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

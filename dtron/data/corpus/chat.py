@@ -41,6 +41,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template `chatml`, of texts without tools."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""File of a template in a Hugging Face folder."""
 COLUMNS = {"chat": ("messages",), "prompt_completion": ("prompt", "completion")}
 """Keys that rows must have, by `data.format`; they may have OPTIONAL too."""
 OPTIONAL = ("tools",)
@@ -228,7 +230,7 @@ def template_of(data: Data) -> ChatTemplate | None:
     special = {key: _content(settings[key]) for key in _SPECIAL if settings.get(key)}
     if stated := stated_template(data):
         return ChatTemplate({"default": stated}, special, data.chat_template or "chatml")
-    file, found = folder / "chat_template.jinja", settings.get("chat_template")
+    file, found = folder / TEMPLATE_FILE, settings.get("chat_template")
     if file.is_file():
         return ChatTemplate({"default": _read(file)}, special, str(file))
     if isinstance(found, str):

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from dtron.kernels.adamw import Counts, Rates, adamw_
 from dtron.parallelisms.gradients import local_part
+from dtron.training.optim.moments import keep_dtype
 
 
 class AdamW(torch.optim.AdamW):
@@ -35,8 +36,7 @@ class AdamW(torch.optim.AdamW):
         self.scale: Tensor | None = None
         self.moments = moments
         self._counts = [Counts() for _ in self.param_groups]
-        if moments is not None:  # torch converts loaded moments to the dtype of their parameter
-            self.register_load_state_dict_post_hook(_convert_moments)
+        keep_dtype(self, moments)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -110,9 +110,3 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGE = 2**20
 """Mean number of elements per tensor above which updating a tensor takes longer than launching a
 kernel for it (7 us on an H200)."""
-
-
-def _convert_moments(optimizer: torch.optim.Optimizer) -> None:
-    assert isinstance(optimizer, AdamW)
-    for state in optimizer.state.values():
-        state.update({k: v.to(optimizer.moments) for k, v in state.items() if k != "step"})

@@ -20,6 +20,7 @@ from dtron.parallelisms.gradients import (
     scale_or_zero_,
     unflatten_,
 )
+from dtron.training.optim.moments import keep_dtype
 
 LARGEST = 2**26
 """Elements that Lion updates at once, as one tensor: few kernels, and bounded memory."""
@@ -79,8 +80,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.scale: Tensor | None = None
         self.moments = moments
-        if moments is not None:  # torch converts loaded moments to the dtype of their parameter
-            self.register_load_state_dict_post_hook(_convert_moments)
+        keep_dtype(self, moments)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -110,12 +110,6 @@ class Lion(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
         return state["exp_avg"]
-
-
-def _convert_moments(optimizer: torch.optim.Optimizer) -> None:
-    assert isinstance(optimizer, Lion)
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].to(optimizer.moments)
 
 
 def _batches(members: list[Tensor]) -> Iterator[list[Tensor]]:
