@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from dtron.checkpoint import checkpointer as checkpoint
+from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import Optim, Parallel, Recompute
 from dtron.data import Batch
 from dtron.models import router
@@ -482,7 +483,7 @@ def test_another_models_group_turns_it_red() -> None:
 
 def names_of_the_stage() -> None:
     """Each stage numbers its layers from 0."""
-    made = checkpoint.Checkpointer.__init__
+    made = StoredModel.__init__
 
     def numbered(self: Any, *args: Any) -> None:
         made(self, *args)
@@ -497,7 +498,7 @@ def names_of_the_stage() -> None:
 
         self.names = {key: local(name) for key, name in self.names.items()}
 
-    checkpoint.Checkpointer.__init__ = numbered  # type: ignore[method-assign]
+    StoredModel.__init__ = numbered  # type: ignore[method-assign]
 
 
 def state_after_an_empty_update() -> None:
