@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from dtron.config import RunConfig
     from dtron.parallelisms import Mesh, parallelize
     from dtron.training.callbacks import Callback
+    from dtron.training.optim import AdamW
     from dtron.training.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Mesh", "RunConfig", "Trainer", "parallelize"]
+__all__ = ["AdamW", "Callback", "Mesh", "RunConfig", "Trainer", "parallelize"]
 
 _HOMES = {
+    "AdamW": "dtron.training.optim",
     "Callback": "dtron.training.callbacks",
     "Mesh": "dtron.parallelisms",
     "RunConfig": "dtron.config",

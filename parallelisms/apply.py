@@ -103,6 +103,9 @@ class ParallelPlan:
     experts: ExpertLayers | None = None
     """Which modules are stacked experts. Required if ep or etp > 1, or if a rule is
     `experts()`."""
+    loss: tuple[str, HeadLoss] | None = None
+    """(FQN of the head, loss function): the head, a Linear without bias, returns the summed loss
+    instead of logits if it is called with `labels`."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,6 @@ class Passes(ParallelPlan):
     over tp. "backward": in each backward; "step": once per step, in `complete_gradients`."""
     keep_rng: bool = False
     """Whether recomputation restores the RNG state that the first forward had."""
-    loss: tuple[str, HeadLoss] | None = None
-    """(FQN of the head, loss function): the head returns the summed loss instead of logits if the
-    model is called with labels."""
     smallest_offload: int = SMALLEST
     """Minimum bytes of an offloaded activation storage; smaller ones stay on the device."""
 

@@ -18,6 +18,7 @@ FULL_FILES = (
     "data/corpus/test_data_hf.py",
     "data/corpus/test_data_s3.py",
     "faults/test_clusters.py",  # skypilot, kubernetes-validate
+    "huggingface/test_huggingface.py",
     "models/test_hf.py",
     "models/test_moe_references.py",
     "models/test_references.py",

@@ -3,6 +3,7 @@
 Source: AdamW, arXiv:1711.05101.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -23,14 +24,16 @@ class AdamW(torch.optim.AdamW):
     of the first step.
 
     Args:
+        groups: parameters, or groups of parameters with settings of their own.
         moments: dtype of the moments; None: the dtype of the parameters.
+        settings: settings of torch.optim.AdamW: lr, betas, eps, weight_decay.
 
     Attributes:
         scale: factor of all gradients; if it is not finite, a step changes nothing.
     """
 
     def __init__(
-        self, groups: list[dict], moments: torch.dtype | None = None, **settings: Any
+        self, groups: Iterable[Any], moments: torch.dtype | None = None, **settings: Any
     ) -> None:
         super().__init__(groups, fused=True, **settings)
         self.scale: Tensor | None = None

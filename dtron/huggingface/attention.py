@@ -1,0 +1,148 @@
+"""`attn_implementation="dtron"`: dtron's attention kernels for models of transformers.
+
+transformers calls an attention function by name, with queries (B, H, T, K) and keys and values
+(B, G, T, K): B sequences, H query heads, G key/value heads, T tokens, K = head_dim. It calls a mask
+function of the same name once per forward, outside of compiled blocks.
+
+The kernel is the first row of BACKENDS that supports the call on this device: FlashAttention-4,
+cuDNN, FlashAttention-2, or torch's scaled_dot_product_attention.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtron.errors import ConfigError
+from dtron.models.attention import BACKENDS, AttentionNeeds, choose_backend
+
+NAME = "dtron"
+
+
+def register() -> None:
+    """Register the attention and mask functions with transformers, under the name "dtron".
+
+    Raises:
+        ConfigError: transformers is not installed, or is older than 4.53.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigError(
+            "dtron.huggingface needs transformers >= 4.53; pip install 'dtron[hf]'"
+        ) from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(
+    attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any
+) -> Tensor | None:
+    """Return the mask of a forward: None for causal attention, else a marker (0,).
+
+    The marker says that `position_ids` restart, which marks the documents of packed sequences;
+    `attention` then needs their bounds.
+
+    Args:
+        attention_mask: bool (B, T), False for padding; None: no padding.
+        allow_is_causal_skip: whether causal attention is all that is asked for.
+    Raises:
+        ConfigError: padding before tokens. Padding after them is seen by no token.
+    """
+    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+        raise ConfigError(
+            'attn_implementation = "dtron": attention_mask has padding before tokens; pad on the '
+            'right (tokenizer.padding_side = "right"), or use attn_implementation = "sdpa"'
+        )
+    return None if allow_is_causal_skip else torch.empty(0)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention.
+
+    Args:
+        query: (B, H, T, K).
+        key: (B, G, T, K).
+        value: (B, G, T, K).
+        attention_mask: result of `mask`.
+        scaling: factor of q k^T; None: 1 / sqrt(K).
+        sliding_window: maximum number of keys that a query sees; None: all keys.
+        softcap: c: scores s become c tanh(s / c).
+        s_aux: (H,), attention-sink scores.
+        cu_seq_lens_q: int32 (n + 1,), bounds of n packed documents, for B = 1, as
+            DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them.
+    Returns:
+        (B, T, H, K), and None for the weights.
+    Raises:
+        ConfigError: dropout, attention that is not causal, more keys than queries, or packed
+            documents without their bounds.
+    """
+    _check(module, query, key, attention_mask, dropout, is_causal, cu_seq_lens_q)
+    window, cap = sliding_window or 0, softcap or 0.0
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    asked = (cu_seq_lens_q is not None, window, cap, s_aux is not None)
+    name = _backend(query.device.type, query.dtype, query.shape[-1], *asked)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if not any(asked):
+        return BACKENDS[name].run(q, k, v, None, scale), None
+    segments = None if cu_seq_lens_q is None else torch.stack([cu_seq_lens_q] * 2).int()
+    settings = (BACKENDS[name].kernel, scale, window, cap)
+    return torch.ops.dtron.attention(q, k, v, s_aux, segments, *settings)[0], None
+
+
+def _check(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    cu_seq_lens_q: Tensor | None,
+) -> None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    wrong = ""
+    if dropout:
+        wrong = "has no dropout; set attention_dropout = 0 in the model's config"
+    elif not causal:
+        wrong = "computes causal attention only"
+    elif key.shape[2] != query.shape[2]:
+        wrong = "trains, and has no cache; set use_cache = False"
+    elif attention_mask is not None and cu_seq_lens_q is None:
+        wrong = (
+            "needs the bounds of packed documents or a causal mask; pass cu_seq_lens_q, as "
+            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does"
+        )
+    if wrong:
+        raise ConfigError(f'attn_implementation = "dtron" {wrong}, or use "sdpa"')
+
+
+@torch.compiler.assume_constant_result
+def _backend(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    documents: bool,
+    window: int,
+    softcap: float,
+    sinks: bool,
+) -> str:
+    """Return the name of the row of BACKENDS; compiled code calls it once, while it is traced."""
+    # With documents their bounds go to the row's kernel, as in a ring.
+    context = ("ring",) if documents else ()
+    features = {"window": window, "softcap": softcap, "sinks": sinks}
+    needs = AttentionNeeds(device_type, dtype, head_dim, documents, context=context, **features)
+    return choose_backend("auto", needs).name

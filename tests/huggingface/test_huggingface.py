@@ -1,0 +1,273 @@
+"""`dtron.huggingface`: under `fast_plan` models of transformers compute the same in each layout."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtron.config import Compile
+from dtron.errors import ConfigError
+from dtron.parallelisms import Mesh, parallelize
+from tests.harness import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+PAGE = Path(__file__).parents[2] / "docs/plug-in-hugging-face.md"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
+    "GptOss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""A soft cap and windows in every other layer; sinks and windows."""
+
+
+def build(name: str, implementation: str) -> Any:
+    """A small model with random weights, large enough that attention is far from uniform."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **MODELS[name]}, attn_implementation=implementation
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) / 4)
+    return model.train()
+
+
+def tokens(rows: int = 4, length: int = 16) -> Tensor:
+    return torch.randint(96, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def labels() -> Tensor:
+    """Of as many tokens in the first rows as in the last, so that a mean of means is the mean."""
+    found = tokens()
+    found[::2, :5] = -100
+    return found
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in grads.items()}
+
+
+@functools.cache
+def reference(name: str, implementation: str = "eager") -> tuple[float, dict[str, Tensor]]:
+    """transformers' own attention and loss, in one process."""
+    model = build(name, implementation)
+    loss = model(tokens(), labels=labels(), use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def trained(name: str, tp: int, backend: str, chunks: int) -> tuple[float, dict[str, Tensor]]:
+    """On one rank: (sum of the ranks' shares of the loss, whole gradients)."""
+    from dtron.huggingface import fast_plan
+
+    mesh = Mesh(tp=tp)
+    compile = Compile.model_validate({"enable": bool(backend), "backend": backend or "inductor"})
+    model = build(name, "dtron")
+    plan = fast_plan(model, mesh, loss_chunks=chunks, compile=compile, dtype="float32")
+    model = parallelize(model, mesh, plan)
+    parts = mesh.size("dp_shard")
+    mine = [x.chunk(parts)[mesh.rank("dp_shard")] for x in (tokens(), labels())]
+    loss = model(mine[0], labels=mine[1], use_cache=False).loss / parts
+    loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total, group=mesh.group("dp_shard"))
+    return total.item(), gradients(model)
+
+
+def assert_equal(
+    found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]
+) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    assert found[1].keys() == wanted[1].keys()
+    floor = 1e-3 * max(g.norm() for g in wanted[1].values())
+    for name, gradient in wanted[1].items():
+        error = (found[1][name] - gradient).norm() / gradient.norm().clamp_min(floor)
+        assert error < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tp", "backend", "chunks"),
+    [
+        ("Llama", 2, 1, "aot_eager", 3),
+        ("Llama", 4, 2, "", 3),
+        ("Qwen3", 2, 2, "aot_eager", 3),  # tied weights, norms of heads
+        ("Qwen3", 2, 1, "", 1),
+        ("Gemma2", 1, 1, "aot_eager", 3),
+        ("GptOss", 2, 1, "", 3),
+    ],
+)
+def test_models_equal_transformers_own(
+    name: str, ranks: int, tp: int, backend: str, chunks: int
+) -> None:
+    for found in run_ranks(ranks, trained, name, tp, backend, chunks):
+        assert_equal(found, reference(name))
+
+
+def test_losses_divide_as_transformers_does() -> None:
+    """By num_items_in_batch, with labels that are shifted already; without labels, by logits."""
+    wanted, found = build("Llama", "eager"), run_ranks(1, divided)[0]
+    batch = {"input_ids": tokens(), "use_cache": False}
+    shift = F.pad(labels(), (0, 1), value=-100)[:, 1:].contiguous()
+    values = [
+        wanted(**batch, labels=labels(), num_items_in_batch=7).loss,
+        wanted(**batch, labels=labels(), shift_labels=shift).loss,
+        wanted(**batch).logits,
+    ]
+    for ours, theirs in zip(found, values, strict=True):
+        torch.testing.assert_close(ours, theirs.detach())
+
+
+def divided() -> list[Tensor]:
+    from dtron.huggingface import fast_plan
+
+    mesh, model = Mesh(), build("Llama", "dtron")
+    plan = fast_plan(model, mesh, loss_chunks=3, compile=Compile(), dtype="float32")
+    model = parallelize(model, mesh, plan)
+    batch = {"input_ids": tokens(), "use_cache": False}
+    shift = F.pad(labels(), (0, 1), value=-100)[:, 1:].contiguous()
+    return [
+        model(**batch, labels=labels(), num_items_in_batch=7).loss.detach(),
+        model(**batch, labels=labels(), shift_labels=shift).loss.detach(),
+        model(**batch).logits.detach(),
+    ]
+
+
+def capped() -> None:
+    from dtron.huggingface import fast_plan
+
+    mesh, model = Mesh(), build("Gemma2", "dtron")
+    model.config.final_logit_softcapping = 30.0
+    model = parallelize(model, mesh, fast_plan(model, mesh, compile=Compile(), dtype="float32"))
+    with pytest.raises(ConfigError, match="changes its logits after the head"):
+        model(tokens(), labels=labels(), use_cache=False)
+
+
+def test_logits_that_change_after_the_head_are_refused() -> None:
+    run_ranks(1, capped)
+
+
+def float8_layers() -> list[str]:
+    from dtron.huggingface import fast_plan
+
+    mesh, model = Mesh(), build("Llama", "dtron")
+    seen: list[str] = []
+
+    def note(model: Any) -> None:
+        seen.extend(type(m).__name__ for m in model.model.layers[0].mlp.children())
+
+    plan = fast_plan(model, mesh, float8="rowwise", compile=Compile(), convert=note)
+    model = parallelize(model, mesh, plan)
+    loss = model(tokens(), labels=labels(), use_cache=False).loss
+    loss.backward()
+    assert loss.isfinite()
+    return seen
+
+
+def test_linear_layers_of_blocks_become_float8() -> None:
+    assert run_ranks(1, float8_layers)[0][:3] == ["Float8Linear"] * 3
+
+
+def logits(implementation: str, **more: Any) -> Tensor:
+    import dtron.huggingface  # noqa: F401
+
+    model = build("Llama", implementation)
+    batch = {"input_ids": tokens(), **more}
+    return model(**batch, use_cache=False).logits.detach()
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """Bounds as DataCollatorWithFlattening makes them; positions restart too."""
+    row = tokens(1, 12)
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    packed = logits("dtron", input_ids=row, position_ids=positions, cu_seq_lens_q=bounds)
+    alone = [logits("sdpa", input_ids=row[:, a:b]) for a, b in ((0, 5), (5, 12))]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
+def test_padding_on_the_right_changes_no_token() -> None:
+    mask = torch.ones(4, 16, dtype=torch.long)
+    mask[1, 10:] = 0
+    found, wanted = logits("dtron", attention_mask=mask), logits("sdpa", attention_mask=mask)
+    torch.testing.assert_close(found[mask > 0], wanted[mask > 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"attention_mask": torch.arange(16).repeat(4, 1).clamp(max=1)}, "padding before tokens"),
+        ({"position_ids": (torch.arange(16) % 8).repeat(4, 1)}, "cu_seq_lens_q"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        logits("dtron", **more)
+
+
+def test_what_a_plan_does_not_fit_is_refused() -> None:
+    from dtron.huggingface.plan import _head, _to_float8, placements
+
+    model = build("Llama", "eager")
+    model.lm_head = torch.nn.Linear(32, 96)
+    with pytest.raises(ConfigError, match="no Linear without bias; use loss_chunks=1"):
+        _head(model)
+    model._tp_plan = {"lm_head": "colwise_packed"}
+    with pytest.raises(ConfigError, match="colwise_packed"):
+        placements(model)
+    with pytest.raises(ConfigError, match="did you mean rowwise"):
+        _to_float8("model.layers.*", "rowise", None, torch.bfloat16)  # type: ignore[arg-type]
+
+
+def run_page() -> float:
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    code = re.sub(r"^dist\.(init|destroy)_process_group\(\)$", "", code, flags=re.M)
+    code = code.replace("fast_plan(model, mesh)", "fast_plan(model, mesh, compile=Compile())")
+    names: dict[str, Any] = {"Compile": Compile}
+    exec(code, names)
+    return names["loss"].item()
+
+
+def test_the_code_of_the_page_trains() -> None:
+    for loss in run_ranks(2, run_page):
+        assert loss < 4.0  # of 4.9 at the start
+
+
+def test_both_sides_of_the_benchmark_compute_the_same() -> None:
+    first, second = run_ranks(1, both_variants)[0]
+    assert second == pytest.approx(first, rel=1e-2)  # in bfloat16, after steps on the same data
+
+
+def both_variants() -> list[float]:
+    from benchmarks import hf_plugin
+
+    mesh, losses = Mesh(), []
+    for attention in ("sdpa", "dtron"):
+        model = hf_plugin.build("debug", attention, 16)
+        one = (
+            hf_plugin.plain if attention == "sdpa" else functools.partial(hf_plugin.ours, float8="")
+        )
+        step = one(model, mesh, Compile())
+        batches = hf_plugin.random_batches(mesh, 256, (2, 16))
+        losses.append(hf_plugin.measure(step, batches, 2, 1)[1])
+    return losses
