@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -59,7 +59,7 @@ def build(size: str, attention: str, length: int) -> LlamaForCausalLM:
 
 def plain(model: LlamaForCausalLM, mesh: Mesh, compile: Compile) -> Step:
     """FSDP2 as its tutorial has it."""
-    model = model.to(device=mesh.device_type)
+    nn.Module.to(model, mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if compile.enable:
