@@ -28,6 +28,8 @@ NEVER = 10**9
 
 # Settings of every point, so that its runs only train.
 FORCED: dict[str, Any] = {
+    "train.epochs": 0.0,
+    "train.tokens": 0,
     "train.eval_sequences": 0,
     "train.eval_interval": 0,
     "train.sample_tokens": 0,

@@ -59,8 +59,9 @@ class Data(Section):
     set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written."""
     paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
     """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
-    with one document per line, .txt with one document per file, each also as .gz or .zst, and
-    .parquet. Folders of `source = "prepared"`. Both may be URLs, such as s3://bucket/folder."""
+    with one document per line, .txt with one document per file, each also as .gz or .zst,
+    .parquet, and Megatron-Core's .idx with .bin. Folders of `source = "prepared"`. Both may be
+    URLs, such as s3://bucket/folder."""
     format: Format = "text"
     """What a row is. `text`: a text, which is trained on whole. `chat`: a conversation, `messages`
     of {role, content} and perhaps `tools`; only tokens of assistants have a loss.
@@ -76,6 +77,9 @@ class Data(Section):
     eos_token: Text = ""
     """Token that ends a document; empty: the first usual end token in the vocabulary, such as </s>.
     """
+    bos_token: Text = ""
+    """Token that begins a document, such as <s>; empty: none does. Chats begin as their template
+    says."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the documents that is held out for validation, chosen by a hash of their
     tokens; at most about 2^18 documents. Copies of a held-out document are held out too."""

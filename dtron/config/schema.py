@@ -295,6 +295,9 @@ class Train(Section):
     epochs: float = Field(default=0.0, ge=0, le=1e6)
     """Number of times to read the training data, in place of `steps`, which follow from it: the
     last step is that in which the last epoch ends. 0: `steps` decides."""
+    tokens: int = Field(default=0, ge=0, le=10**17)
+    """Number of tokens to train on, padding included, in place of `steps`: rounded up to whole
+    steps of `global_batch` x `seq_len` tokens. 0: `steps` or `epochs` decides."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens per sequence."""
     global_batch: int = Field(default=8, ge=1, le=MAX_SEQUENCES)

@@ -113,8 +113,14 @@ def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
 
 
 def _known_steps(config: "RunConfig") -> float:
-    """Return the steps of the run; infinite while they are to follow from `train.epochs`."""
-    return math.inf if config.train.epochs else config.train.steps
+    """Return the steps of the run; infinite while they are to follow from epochs or tokens."""
+    return math.inf if config.train.epochs or config.train.tokens else config.train.steps
+
+
+def _ends(config: "RunConfig") -> list[str]:
+    """Return the keys that say when the run ends, with their values."""
+    keys = "train.tokens train.epochs train.steps"
+    return [f"{key} = {value:g}" for key, value in changed(config, keys)]
 
 
 _FLOAT8 = " ".join(
@@ -183,6 +189,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("data.validation", needs="train.eval_sequences"),
     Rule(
+        "data.bos_token",
+        lambda c: not all(part.masked for part in c.data.parts.values()),
+        needs='data.format = "text": chats begin as their template says',
+    ),
+    Rule(
         "data.text_key data.format",
         lambda c: c.data.source != "prepared",
         needs='data.source = "files" or "hf"',
@@ -248,10 +259,12 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "first window; use a smaller faults.spike_window, or more steps",
     ),
     Rule(
-        "train.epochs train.steps",
-        lambda c: not c.train.epochs or not any(changed(c, "train.steps")),
-        "train.epochs = {c.train.epochs:g} and train.steps = {c.train.steps} both say when the run "
-        "ends; leave one of them out (train.epochs= on the command line does)",
+        "train.tokens train.epochs train.steps",
+        lambda c: len(_ends(c)) < 2,
+        lambda c: (
+            f"{' and '.join(_ends(c))} both say when the run ends; keep one of them "
+            "(train.steps= on the command line leaves a key out)"
+        ),
     ),
     Rule(
         "train.epochs data.mixture data.hf_streaming",

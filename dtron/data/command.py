@@ -158,7 +158,8 @@ def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
     prepare_folder(corpus, tokenizer, out, workers, skip)
     print(read(out / "summary.log").decode(), end="")
     words = [f"data.source=prepared data.paths='[\"{out}\"]'", f"data.tokenizer={data.tokenizer}"]
-    words += [f"data.eos_token='{data.eos_token}'"] * bool(data.eos_token)
+    named = {"eos_token": data.eos_token, "bos_token": data.bos_token}
+    words += [f"data.{key}='{token}'" for key, token in named.items() if token]
     print(f"train on it with {' '.join(words)}")
 
 

@@ -360,7 +360,7 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
             f"{stream.name}; use at most as many"
         )
     texts = held_out_texts(stream, data.validation_fraction)
-    encoded = [ids for ids in encode_documents(tokenizer, texts) if ids]
+    encoded = [ids for ids in encode_documents(tokenizer, texts) if len(ids)]
     tokens, offsets = join(encoded)
     settings = _settings(data, seq_len, tokenizer)
     validation = _validation(data, tokens, documents_of(offsets), settings)

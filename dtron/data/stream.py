@@ -220,7 +220,7 @@ class _DocumentReader:
         documents = [
             _Document(np.array(ids, np.int64), self._state, index)
             for index, (text, ids) in enumerate(zip(found, encoded, strict=True), self._skip)
-            if ids and text not in self._held_out
+            if len(ids) and text not in self._held_out
         ]
         self._documents += len(documents)
         self._tokens += sum(len(document.ids) for document in documents)

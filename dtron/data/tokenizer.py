@@ -51,9 +51,37 @@ class MaskedText:
         return len(self.text)
 
 
+@dataclass(frozen=True)
+class TokenDocument:
+    """A document that was tokenized before."""
+
+    ids: np.ndarray
+    """any integer dtype (n,)"""
+    name: str
+    """File and number, for messages."""
+    start: int | None = None
+    """Byte of the first token in the file; None: unknown."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def check(self, tokenizer: "Tokenizer") -> None:
+        """Raise DataError if the vocabulary lacks an id."""
+        if not len(self.ids) or 0 <= self.ids.min() <= self.ids.max() < tokenizer.vocab_size:
+            return
+        place = int(((self.ids < 0) | (self.ids >= tokenizer.vocab_size)).argmax())
+        at = "" if self.start is None else f", byte {self.start + place * self.ids.itemsize}"
+        raise DataError(
+            f"{self.name}{at}: token {place + 1:,} of the document is {self.ids[place]}, which "
+            f"the vocabulary of {tokenizer.vocab_size} tokens does not have; set data.tokenizer to "
+            "the tokenizer that has made these tokens"
+        )
+
+
+Ids = Sequence[int] | np.ndarray
 Spans = Sequence[tuple[int, int]]
-Document = str | MaskedText
-"""A document before it is tokenized."""
+Document = str | MaskedText | TokenDocument
+"""A document before it is tokenized, or a tokenized one without EOS or with it."""
 
 
 class Tokenizer(Protocol):
@@ -67,6 +95,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int:
         """Id of the token that ends a document."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that begins a document; None: none does."""
         ...
 
     @property
@@ -101,6 +134,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    bos_id = None
     unk_id = None
     fingerprint = "byte-1"
 
@@ -131,12 +165,13 @@ class JsonTokenizer:
     Args:
         path: the file, or the folder that holds it.
         eos_token: the token that ends a document; empty: the first of USUAL_EOS in the vocabulary.
+        bos_token: the token that begins a document; empty: none does.
     Raises:
         DataError: the file is missing or not a tokenizer.
-        ConfigError: the vocabulary has no such end-of-document token.
+        ConfigError: the vocabulary has no such token.
     """
 
-    def __init__(self, path: str, eos_token: str = "") -> None:
+    def __init__(self, path: str, eos_token: str = "", bos_token: str = "") -> None:
         self._path, content = path, _read(path)
         with self._naming_errors("not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -152,10 +187,13 @@ class JsonTokenizer:
                     if growth > _MOST_GROWTH:
                         raise ValueError(f"its {part} makes texts {growth:.0e} times as long")
         self.eos_id = vocabulary[_eos(path, eos_token, vocabulary)]
+        self.bos_id: int | None = None
+        if bos_token:
+            self.bos_id = vocabulary[_token("data.bos_token", path, bos_token, vocabulary)]
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self.unk_id: int | None = vocabulary.get(unknown) if unknown else None
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
-        identity = json.dumps([content, self.eos_id])
+        identity = json.dumps([content, self.eos_id, *([self.bos_id] if bos_token else [])])
         self.fingerprint = f"json-{hashlib.sha256(identity.encode()).hexdigest()}"
 
     def encode(self, text: str) -> list[int]:
@@ -175,8 +213,8 @@ class JsonTokenizer:
             return [(each.ids, each.offsets) for each in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; EOS and other special tokens are dropped."""
-        kept = [i for i in ids if i != self.eos_id]
+        """Return the text of ids; EOS, BOS and other special tokens are dropped."""
+        kept = [i for i in ids if i not in (self.eos_id, self.bos_id)]
         with self._naming_errors("it cannot decode its tokens"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
 
@@ -197,31 +235,46 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
     Raises:
         DataError: the file is missing or not a tokenizer.
-        ConfigError: `data.eos_token` is not in the vocabulary, or is set for the byte tokenizer;
-            or it is empty and the vocabulary has none of USUAL_EOS.
+        ConfigError: `data.eos_token` or `data.bos_token` is not in the vocabulary, or is set for
+            the byte tokenizer; or the former is empty and the vocabulary has none of USUAL_EOS.
     """
     if data.tokenizer != "byte":
-        return JsonTokenizer(data.tokenizer, data.eos_token)
-    if data.eos_token:
-        raise ConfigError(
-            f'data.eos_token = {data.eos_token!r} has no effect with data.tokenizer = "byte", '
-            "which has its own; leave it empty"
-        )
+        return JsonTokenizer(data.tokenizer, data.eos_token, data.bos_token)
+    for key in ("eos_token", "bos_token"):
+        if value := getattr(data, key):
+            raise ConfigError(
+                f'data.{key} = {value!r} has no effect with data.tokenizer = "byte", whose '
+                "documents end with 256; leave it empty"
+            )
     return ByteTokenizer()
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[int]]:
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Ids]:
     """Return the tokens of each document; a document without text has none.
 
-    A text ends with EOS. Tokens of a MaskedText without a loss have the bit NO_LOSS.
+    A text begins with BOS, if the tokenizer has it, and ends with EOS; a TokenDocument gets those
+    that it lacks. Tokens of a MaskedText without a loss have the bit NO_LOSS.
     """
     masked = [each for each in documents if isinstance(each, MaskedText)]
     encoded = iter(tokenizer.encode_with_spans([each.text for each in masked]) if masked else ())
     texts = iter(_encode_texts(tokenizer, [each for each in documents if isinstance(each, str)]))
     return [
-        next(texts) if isinstance(each, str) else _masked(tokenizer, each, *next(encoded))
+        next(texts)
+        if isinstance(each, str)
+        else _bordered(tokenizer, each.ids)
+        if isinstance(each, TokenDocument)
+        else _masked(tokenizer, each, *next(encoded))
         for each in documents
     ]
+
+
+def _bordered(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Return the ids of a document with BOS and EOS, int64 or as they are."""
+    if not len(ids):
+        return ids
+    before = [] if tokenizer.bos_id in (None, int(ids[0])) else [tokenizer.bos_id]
+    after = [] if ids[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+    return np.concatenate([before, ids, after]).astype(np.int64) if before or after else ids
 
 
 def _masked(tokenizer: Tokenizer, document: MaskedText, ids: list[int], spans: Spans) -> list[int]:
@@ -235,8 +288,9 @@ def _masked(tokenizer: Tokenizer, document: MaskedText, ids: list[int], spans: S
 
 def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     encoded = tokenizer.encode_batch(texts)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [
-        [*ids, tokenizer.eos_id] if ids and not text.isspace() else []
+        [*begin, *ids, tokenizer.eos_id] if ids and not text.isspace() else []
         for text, ids in zip(texts, encoded, strict=True)
     ]
 
@@ -289,14 +343,18 @@ def _read(path: str) -> str:
         ) from None
 
 
+def _token(key: str, path: str, wanted: str, vocabulary: dict[str, int]) -> str:
+    """Return the token that a key names. Raises ConfigError: the vocabulary lacks it."""
+    if wanted not in vocabulary:
+        raise ConfigError(
+            f"{key} = {wanted!r} is not in the vocabulary of {path}{nearest(wanted, vocabulary)}"
+        )
+    return wanted
+
+
 def _eos(path: str, wanted: str, vocabulary: dict[str, int]) -> str:
     if wanted:
-        if wanted not in vocabulary:
-            raise ConfigError(
-                f"data.eos_token = {wanted!r} is not in the vocabulary of {path}"
-                f"{nearest(wanted, vocabulary)}"
-            )
-        return wanted
+        return _token("data.eos_token", path, wanted, vocabulary)
     for token in USUAL_EOS:
         if token in vocabulary:
             return token

@@ -28,7 +28,7 @@ def plan(
     if `no_time` is not empty.
 
     Args:
-        tokens: number of training tokens, for the cost; 0: the tokens of train.steps.
+        tokens: number of training tokens, for the cost; 0: train.tokens, or those of train.steps.
     """
     legality = check(config, world_size, hardware)
     found: dict[str, Any] = {
@@ -105,7 +105,8 @@ def cost(run: Resolved, step: float, tokens: float) -> dict[str, float]:
 
     Restarts and validation are not counted.
     """
-    tokens = tokens or float(run.config.train.steps * run.tokens_per_step)
+    train = run.config.train
+    tokens = tokens or float(train.tokens or train.steps * run.tokens_per_step)
     steps = tokens / run.tokens_per_step
     hours = steps * step / 3600
     return {

@@ -18,7 +18,8 @@ from dtron.checkpoint.initial_weights import (
     open_initial,
 )
 from dtron.config import MOMENTS, RunConfig
-from dtron.config.rule import refuse
+from dtron.config.rule import changed, refuse
+from dtron.config.schema import MAX_STEPS
 from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.data import (
     Tokenizer,
@@ -100,7 +101,7 @@ class Preflight(NamedTuple):
     data: DataSetup
     resume: ResumeState
     config: RunConfig
-    """The config, with the steps that follow from `train.epochs` in its place."""
+    """The config, with the steps that follow from `train.epochs` or `train.tokens` in its place."""
 
 
 def preflight(
@@ -117,6 +118,7 @@ def preflight(
         ConfigError, DataError, CheckpointError: the first other error, if no rule is broken.
     """
     check_trackers(config)
+    config = _with_steps_of_tokens(config)
     model = set_up_model(config, place, starts)
     tokenizer = open_tokenizer(config, model.config)
     data = None
@@ -132,6 +134,27 @@ def preflight(
         warn_of_changes(resume.checkpoint, config, resume.metadata)
     mixture_of(data.train, config, resume)  # raises where epochs end before the run
     return Preflight(model, data, resume, config)
+
+
+def _with_steps_of_tokens(config: RunConfig) -> RunConfig:
+    """Return the config with the steps that follow from `train.tokens` in its place, and log them.
+
+    If it has both, a rule refuses it later.
+
+    Raises:
+        ConfigError: there are too many steps.
+    """
+    train = config.train
+    if not train.tokens or any(changed(config, "train.steps train.epochs")):
+        return config
+    each = train.global_batch * train.seq_len
+    if (steps := math.ceil(train.tokens / each)) > MAX_STEPS:
+        raise ConfigError(
+            f"train.tokens = {train.tokens} are {steps} steps of {each} tokens; the limit is "
+            f"{MAX_STEPS} steps"
+        )
+    log.info("train.tokens = %s: %d steps of %s tokens", f"{train.tokens:,}", steps, f"{each:,}")
+    return config.changed(train={"tokens": 0, "steps": steps})
 
 
 def _with_steps(config: RunConfig, source: TrainingSource, place: Place) -> RunConfig:

@@ -19,7 +19,10 @@ from dtron.models.config import DecoderConfig
 
 log = logging.getLogger("dtron")
 
-_CONTENT = ("source", "paths", "format", "chat_template", "text_key", "tokenizer", "eos_token")
+_CONTENT = (
+    *("source", "paths", "format", "chat_template", "text_key"),
+    *("tokenizer", "eos_token", "bos_token"),
+)
 _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_name")
 """Keys that determine the content of the data; `check_data` compares hashes of this content."""
 _UPDATES = tuple(

@@ -550,6 +550,11 @@ def setting_warnings(config: RunConfig) -> Iterator[str]:
             'parallel.reduce_by = "all_to_all" rounds gradients of norms to bfloat16 with torch '
             '2.15 and later; use "reduce_scatter" for float32 sums'
         )
+    if late := [n for n in config.data.mixture_steps if n >= train.steps]:
+        yield (
+            f"data.mixture_steps: the run ends with step {train.steps}, so that the weights after "
+            f"step {' and '.join(map(str, late))} are not used"
+        )
     if not parallel.bounded:
         for key, value in changed(config, "parallel.ep_capacity"):
             yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'

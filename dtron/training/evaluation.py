@@ -142,7 +142,8 @@ def sample_text(
         temperature: divides the logits; 0: always the most likely token.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = [*begin, *tokenizer.encode(prompt)] or [tokenizer.eos_id]
     start = len(ids)
     for _ in range(n_tokens):
         window = ids[-batch_shape[1] :]

@@ -250,7 +250,7 @@ FREE = {
 SAID = {"model.name", "model.size", "model.override", "recompute.mode", "recompute.every"}
 SAID |= {"train.seq_len", "train.global_batch", "train.micro_batch", "train.dtype"}
 SAID |= {"train.max_grad_norm", "optim.lr", "compile.enable"}
-ENDS = {"train.steps", "train.epochs"}  # a measurement has its own end
+ENDS = {"train.steps", "train.epochs", "train.tokens"}  # a measurement has its own end
 SAID |= {f"parallel.{name}" for name in (*DEGREES, "schedule", "async_tp")}
 
 

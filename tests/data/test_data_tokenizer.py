@@ -2,12 +2,19 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, trained_tokenizer
 from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
 from dtron.config import Data
-from dtron.data.tokenizer import ByteTokenizer, _growth, encode_documents, load_tokenizer
+from dtron.data.tokenizer import (
+    ByteTokenizer,
+    TokenDocument,
+    _growth,
+    encode_documents,
+    load_tokenizer,
+)
 from dtron.errors import CheckpointError, ConfigError, DataError
 
 
@@ -132,6 +139,26 @@ def test_dropout_of_merges_is_off(bpe: Path, tmp_path: Path) -> None:
 
 def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:
     assert encode_documents(ByteTokenizer(), ["ab", "", " \n"]) == [[97, 98, 256], [], []]
+
+
+def test_documents_begin_with_bos(bpe: Path) -> None:
+    """Texts and tokens do, once; the cache is another one; the sampled text begins with it too."""
+    plain = load_tokenizer(section(tokenizer=str(bpe)))
+    found = load_tokenizer(section(tokenizer=str(bpe), bos_token="<|turn|>"))
+    turn, eos = found.bos_id, found.eos_id
+    assert turn not in (None, eos)
+    tokens = [[8, 9], [turn, 8, eos], []]
+    documents = ["the word", "", *(TokenDocument(np.array(x, np.int32), "x") for x in tokens)]
+    text, *others = (list(ids) for ids in encode_documents(found, documents))
+    assert text == [turn, *plain.encode("the word"), eos]
+    assert others == [[], [turn, 8, 9, eos], [turn, 8, eos], []]
+    assert found.decode(text) == "the word"
+    assert found.fingerprint != plain.fingerprint
+    assert plain.bos_id is None
+    with pytest.raises(ConfigError, match=r"data\.bos_token = '<\|trun\|>' .* did you mean"):
+        load_tokenizer(section(tokenizer=str(bpe), bos_token="<|trun|>"))
+    with pytest.raises(ConfigError, match=r'bos_token .* no effect with data\.tokenizer = "byte"'):
+        load_tokenizer(section(bos_token="<s>"))
 
 
 def test_a_folder_gives_its_tokenizer(bpe: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from dtron.data import open_data, sources
 from dtron.data.corpus import tokenize
 from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, DataError
+from dtron.plan.plan import cost
+from dtron.plan.run_shape import Resolved
 from dtron.run.process import Place
 from dtron.setup.preflight import preflight
 from tests.harness import run_ranks
@@ -176,6 +178,17 @@ def test_a_checkpoint_of_the_earlier_order_is_refused(tmp_path: Path, corpus: di
         preflight(resume, PLACE)
     options = resume.checkpoint.model_copy(update={"allow_data_change": True})
     preflight(resume.model_copy(update={"checkpoint": options}), PLACE)
+
+
+def test_tokens_end_the_run(tmp_path: Path, corpus: dict) -> None:
+    """Rounded up to a step of 8 x 32 tokens; with another end given too, refused."""
+    settings = {**corpus, "train__steps": 100, "train__tokens": 2 * 8 * 32 + 1}
+    found = preflight(tiny(tmp_path / "run", **settings), PLACE).config
+    assert (found.train.steps, found.train.tokens) == (3, 0)
+    assert cost(Resolved.of(tiny(tmp_path, **settings), 1), 1.0, 0)["steps"] == 2 + 1 / 256
+    for more in ({"train__steps": 4}, {"train__epochs": 1.0}):
+        with pytest.raises(ConfigError, match=r"train\.tokens = 513 and .* both say when the run"):
+            preflight(tiny(tmp_path / "run", **settings | more), PLACE)
 
 
 def test_epochs_end_the_run_and_its_schedule(tmp_path: Path, corpus: dict) -> None:

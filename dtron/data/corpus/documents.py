@@ -19,9 +19,18 @@ from typing import IO, Any, BinaryIO, cast
 
 from dtron.config import Data
 from dtron.data.corpus.chat import COLUMNS, OPTIONAL, ChatRows
-from dtron.data.corpus.files import File, content_of, find_files, open_file, suffix_of
+from dtron.data.corpus.files import (
+    INDEX,
+    TOKENS,
+    File,
+    content_of,
+    find_files,
+    open_file,
+    suffix_of,
+)
 from dtron.data.corpus.parquet import MAX_INFLATION, read_parquet
-from dtron.data.tokenizer import Document
+from dtron.data.corpus.readers.megatron import read_megatron
+from dtron.data.tokenizer import Document, TokenDocument, Tokenizer
 from dtron.errors import ConfigError, DataError, nearest, shorten
 from dtron.io.untrusted import MB
 
@@ -61,6 +70,17 @@ class Reading:
     def document(self) -> Callable[[Any, str], Document]:
         """Function that makes a document of a row and its name for messages. Raises DataError."""
         return reader_of_rows(self.data)
+
+    def fitting(self, documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Document]:
+        """Yield documents; refuse tokens that the vocabulary lacks."""
+        for each in documents:
+            try:
+                if isinstance(each, TokenDocument):
+                    each.check(tokenizer)
+            except DataError as error:
+                self.refuse(error)
+                continue
+            yield each
 
     def refuse(self, error: DataError) -> None:
         """Raise the error, or note what is left out."""
@@ -119,12 +139,13 @@ def files_corpus(data: Data) -> Corpus:
         hashes = [(content_of(file), suffix_of(file.path)) for file in files]
         return json.dumps([hashes, rows])
 
-    if data.masked and (texts := [file.path for file in files if ".txt" in suffix_of(file.path)]):
+    rowless = [f.path for f in files if suffix_of(f.path).startswith((".txt", INDEX))]
+    if data.masked and rowless:
         raise DataError(
-            f"data.paths: {texts[0]} has no rows, as data.format = {data.format!r} needs; write "
+            f"data.paths: {rowless[0]} has no rows, as data.format = {data.format!r} needs; write "
             "its chats as .jsonl"
         )
-    parts = _parts([(file.path, file.size) for file in files])
+    parts = _parts([(f.path, f.size) for f in files if suffix_of(f.path) != INDEX])
     name = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
     identity = _identity(files, rows)
     return Corpus(name, identity, tuple(_tasks(parts)), read_part, content, current, data, data)
@@ -161,7 +182,7 @@ def _parts(files: list[tuple[str, int]]) -> list[tuple[Part, int]]:
     size = _task_bytes(files)
     parts: list[tuple[Part, int]] = []
     for path, length in files:
-        step = size if suffix_of(path) == ".jsonl" else max(length, 1)
+        step = size if suffix_of(path) in (".jsonl", TOKENS) else max(length, 1)
         starts = range(0, max(length, 1), step)
         ends = [*starts[1:], length]
         parts += [(Part(path, a, b), b - a) for a, b in zip(starts, ends, strict=True)]
@@ -259,6 +280,16 @@ def read_parquet_part(part: Part, reading: Reading) -> Iterator[Document]:
         yield text
 
 
+def read_tokens(part: Part, reading: Reading) -> Iterator[TokenDocument]:
+    """Yield the documents that begin in a part of a Megatron-Core file of tokens."""
+    most_mb = reading.data.max_document_mb
+    for document in read_megatron(part.path, part.start, part.end):
+        if document.ids.nbytes > most_mb * MB:
+            reading.refuse(_too_long(document.name, most_mb))
+        else:
+            yield document
+
+
 _ONE_PER_LINE = "; write one JSON object per line, as jq -c '.' does, or jq -c '.[]' of a list"
 
 
@@ -296,6 +327,7 @@ READERS: dict[str, Callable[[Part, Reading], Iterator[Document]]] = {
     ".txt.gz": read_whole,
     ".txt.zst": read_whole,
     ".parquet": read_parquet_part,
+    TOKENS: read_tokens,
 }
 
 

@@ -12,7 +12,13 @@ from dtron.errors import DataError, cause_of
 from dtron.io.remote_path import ETAG, STORE_SECONDS, Remote, retried
 from dtron.io.untrusted import open_regular, sha256_of
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.gz", ".txt.zst", ".parquet")
+INDEX, TOKENS = ".idx", ".bin"
+"""Suffixes of the two files of a Megatron-Core data set."""
+SUFFIXES = (
+    *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.gz", ".txt.zst", ".parquet"),
+    INDEX,
+)
+"""Suffixes of the files that are found in folders."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,15 @@ def find_files(paths: Iterable[str]) -> list[File]:
     """Return the files that paths, URLs, folders and globs name, each with a suffix of SUFFIXES.
 
     The files of a folder, at any depth, and of a glob are sorted by path. Files of a folder with
-    other suffixes, and hidden files, are left out.
+    other suffixes, and hidden files, are left out. A Megatron-Core data set is two files,
+    PREFIX.idx and PREFIX.bin, named by either or by the prefix.
 
     Raises:
         ConfigError: a URL needs a package that is not installed.
         DataError: a file is missing, has another suffix, or a folder or glob has no files.
     """
     found: list[File] = []
-    for path in map(absolute, paths):
+    for path in map(_index_of, map(absolute, paths)):
         if is_url(path):
             found += _in_store(path)
         elif os.path.isdir(path):
@@ -62,7 +69,24 @@ def find_files(paths: Iterable[str]) -> list[File]:
             found += map(_on_disk, files)
         else:
             found.append(_on_disk(path))
-    return found
+    return list(_with_tokens(found))
+
+
+def _index_of(path: str) -> str:
+    """Return PREFIX.idx of a Megatron-Core data set that is named otherwise; other paths as is."""
+    if path.lower().endswith(TOKENS):
+        return path[: -len(TOKENS)] + INDEX
+    is_prefix = not is_url(path) and os.path.isfile(path + INDEX) and not os.path.exists(path)
+    return path + INDEX if is_prefix else path
+
+
+def _with_tokens(files: Iterable[File]) -> Iterator[File]:
+    """Yield files, and after each PREFIX.idx its PREFIX.bin."""
+    for file in files:
+        yield file
+        if file.path.lower().endswith(INDEX):
+            tokens = file.path[: -len(INDEX)] + TOKENS
+            yield _in_store(tokens)[0] if is_url(tokens) else _on_disk(tokens)
 
 
 def _below(folder: str) -> Iterator[str]:
@@ -115,7 +139,7 @@ def _is_text(path: str, of_pattern: bool) -> bool:
 
 def suffix_of(path: str) -> str:
     """Return the row of SUFFIXES of a file. Raises DataError: it has none."""
-    for suffix in SUFFIXES:
+    for suffix in (*SUFFIXES, TOKENS):
         if path.lower().endswith(suffix):
             return suffix
     hints = (f"; {fix}" for end, fix in _SUFFIX_HINTS.items() if path.lower().endswith(end))

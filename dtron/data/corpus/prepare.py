@@ -117,7 +117,7 @@ def summary(name: str, corpus: TokenCorpus, shards: Sequence[Shard]) -> str:
         f"  {n:,} documents, {tokens:,} tokens, {len(shards):,} shards",
         f"  {sum(shard.empty for shard in shards):,} documents without text were left out",
         f"  {corpus.duplicates:,} documents are duplicates of earlier ones",
-        f"  {tokens / max(characters, 1):.3f} tokens per character",
+        *([f"  {tokens / characters:.3f} tokens per character"] if characters else []),
         f"  document length in tokens: {percentiles(lengths)}",
         f"  documents of each of {len(sources):,} files:",
     ]

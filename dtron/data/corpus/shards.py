@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dtron.data.tokenizer import Tokenizer
+from dtron.data.tokenizer import Ids, Tokenizer
 from dtron.errors import DataError, cause_of
 from dtron.io.filesystem import Location, read, size_of, write_atomically
 from dtron.io.remote_path import STORE_SECONDS, Remote, UnreachableError, retried
@@ -88,7 +88,7 @@ class ShardWriter:
         """Number of documents and of tokens so far."""
         return len(self._lengths), self._tokens
 
-    def add(self, ids: Sequence[int]) -> None:
+    def add(self, ids: Ids) -> None:
         """Append a document, at least one token."""
         encoded = np.array(ids, self._dtype).tobytes()
         self._file.write(encoded)

@@ -24,7 +24,13 @@ from typing import Any
 from dtron.config import Data
 from dtron.data.corpus.documents import Corpus, Part, Reading, Task, read_part
 from dtron.data.corpus.shards import Shard, ShardWriter, dtype_of, read_shard
-from dtron.data.tokenizer import Document, Tokenizer, encode_documents, load_tokenizer
+from dtron.data.tokenizer import (
+    Document,
+    TokenDocument,
+    Tokenizer,
+    encode_documents,
+    load_tokenizer,
+)
 from dtron.errors import DataError, DtronError
 from dtron.io.filesystem import Location, listed, location
 from dtron.io.remote_path import STORE_SECONDS, UnreachableError, retried
@@ -72,10 +78,10 @@ def write_shard(
     with _local(folder) as local, ShardWriter(local, name, dtype) as writer:
         for part in task:
             before = writer.counts[0]
-            for texts in _batches(corpus_texts(part, reading)):
-                characters += sum(map(len, texts))
+            for texts in _batches(reading.fitting(corpus_texts(part, reading), tokenizer)):
+                characters += sum(len(x) for x in texts if not isinstance(x, TokenDocument))
                 for ids in encode_documents(tokenizer, texts):
-                    if ids:
+                    if len(ids):
                         writer.add(ids)
                     else:
                         empty += 1
