@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtron.training.loss import ChunkedLoss, cross_entropy_sum
+from dtron.training.loss import ChunkedLoss, sequence_losses
 
 GIB = 2**30
 
@@ -56,9 +56,9 @@ def measure(tokens: int, vocabulary: int, width: int, chunks: int) -> Allocation
         labels = torch.empty(1, tokens, dtype=torch.int64)
         with Allocations([hidden, weight, labels]) as seen:
             if chunks == 1:
-                loss = cross_entropy_sum(F.linear(hidden, weight), labels)
+                loss = sequence_losses(F.linear(hidden, weight), labels).sum()
             else:
-                loss = ChunkedLoss(chunks)(hidden, weight, labels)
+                loss, _ = ChunkedLoss(chunks)(hidden, weight, labels)
             loss.backward()
     return seen
 

@@ -227,9 +227,10 @@ class Decoder(nn.Module):
             real: bool (B, T), False for padding; None: no padding. Used by models with experts.
             loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
         Returns:
-            Logits (B, T, V) in the dtype of computation, or with labels the head's loss. With
-            `mtp_tokens`, a tuple of 1 + P logits; or with labels (the weighted sum of the losses,
-            the sum of each loss (1 + P,)). Stages without the head return hidden states (B, T, D).
+            Logits (B, T, V) in the dtype of computation, or with labels the head's losses: (their
+            sum, the sum of each sequence (B,)). With `mtp_tokens`, a tuple of 1 + P logits; or with
+            labels (the weighted sum of the losses, the sum of each prediction of each sequence
+            ((1 + P) B,)). Stages without the head return hidden states (B, T, D).
         """
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"

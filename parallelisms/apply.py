@@ -104,8 +104,8 @@ class ParallelPlan:
     """Which modules are stacked experts. Required if ep or etp > 1, or if a rule is
     `experts()`."""
     loss: tuple[str, HeadLoss] | None = None
-    """(FQN of the head, loss function): the head, a Linear without bias, returns the summed loss
-    instead of logits if it is called with `labels`."""
+    """(FQN of the head, loss function): the head, a Linear without bias, returns the losses of the
+    function instead of logits if it is called with `labels`."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Applied:
     deferred: Mapping[int, WeightGradients]
     """Queues of deferred weight gradients, by stage number."""
     loss_in_head: bool
-    """Whether the model, called with labels, returns the summed loss."""
+    """Whether the model, called with labels, returns losses (`tensor/head_loss.py`)."""
     offload: Offload | None
     """Activation offload; None if it is off."""
     dispatcher: Dispatcher | None

@@ -58,6 +58,8 @@ class Batch:
     mtp_labels: Tensor | None = None
     """int64 (B, T, P), labels of `mtp_tokens`; -100 where they are in another document or
     sequence"""
+    sources: Tensor | None = None
+    """bool (B, S), whether a row is from each of the S sources of a mixture; None: no mixture"""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy to a device; to CUDA from pinned memory, asynchronously."""
@@ -74,6 +76,7 @@ class Batch:
             order=_move_optional(self.order, device),
             mtp_tokens=_move_optional(self.mtp_tokens, device),
             mtp_labels=_move_optional(self.mtp_labels, device),
+            sources=_move_optional(self.sources, device),
         )
 
     def look_ahead(self, n: int) -> "Batch":
@@ -278,7 +281,14 @@ def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
         documents=_field(packed, "documents") if masked else None,
         padding=sum(row.padding for row in packed),
         pieces=_field(packed, "pieces") if packed[0].pieces is not None else None,
+        sources=_sources([row.source for row in packed if row.source is not None]),
     )
+
+
+def _sources(sources: list[tuple[int, int]]) -> Tensor | None:
+    if not sources:
+        return None
+    return torch.stack([torch.arange(n) == i for i, n in sources])
 
 
 def _field(packed: list[Packed], name: str) -> Tensor:

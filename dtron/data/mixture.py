@@ -20,7 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtron.data.packing import Packed, State, TrainingSource, Waste
 from dtron.errors import DataError
@@ -77,6 +77,7 @@ class Mixture(TrainingSource):
         self, sources: Sequence[MixedSource], global_batch: int, stages: Sequence[int] = ()
     ) -> None:
         self.sources = {each.name: each for each in sorted(sources, key=lambda each: each.name)}
+        """Sources by name, in the order of names."""
         self._global_batch, self._steps = global_batch, tuple(stages)
         self._left_out: dict[str, list[float]] = {}  # rows of `state` of sources that were left out
         self._warned = ""
@@ -95,7 +96,8 @@ class Mixture(TrainingSource):
         for name in dict.fromkeys(name for name, _ in places):
             own = [index for each, index in places if each == name]
             read = self.sources[name].sequences.sequences(own)
-            found |= {(name, k): packed for k, packed in zip(own, read, strict=True)}
+            source = (list(self.sources).index(name), len(self.sources))
+            found |= {(name, k): replace(x, source=source) for k, x in zip(own, read, strict=True)}
         return [found[place] for place in places]
 
     def sequence(self, k: int) -> Packed:

@@ -54,6 +54,8 @@ class Packed:
     spans: tuple[tuple[int, int], ...] = ()
     """(first, last + 1) positions in the corpus of the tokens of each document piece, and of the
     label after them. Empty for a stream"""
+    source: tuple[int, int] | None = None
+    """(index, n): the source, among the n of a mixture by name; None: no mixture"""
 
     @property
     def padding(self) -> int:

@@ -39,8 +39,9 @@ def give_labels_to_head(model: Any, head: nn.Module) -> None:
     def give(_: nn.Module, args: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**values, **call}
 
-    def note(_: nn.Module, args: Any, out: Tensor) -> None:
-        call["out"] = out
+    def note(_: nn.Module, args: Any, out: Any) -> Tensor:
+        call["out"] = out[0] if isinstance(out, tuple) else out  # (sum, sum of each sequence)
+        return call["out"]
 
     def divided(
         logits: Tensor,

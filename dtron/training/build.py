@@ -24,7 +24,7 @@ from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.setup.preflight import ModelSetup
 from dtron.training.expert_balancing import Routing
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, loss_from_head
+from dtron.training.loss import ChunkedLoss, VocabularyShard, losses_from_head, sequence_losses
 from dtron.training.optim import build_optimizer
 from dtron.training.step import Guard, LossFunction, ParallelModel, TrainStep
 
@@ -100,10 +100,10 @@ class ModelBuilder:
         )
 
     def loss(self, applied: Applied) -> LossFunction:
-        """Return the function that computes the summed loss of the model's output."""
+        """Return the function that computes the losses of sequences from the model's output."""
         if applied.loss_in_head:
-            return loss_from_head
-        loss = functools.partial(cross_entropy_sum, vocabulary=self._vocabulary())
+            return losses_from_head
+        loss = functools.partial(sequence_losses, vocabulary=self._vocabulary())
         if self.config.compile.enable:
             loss = torch.compile(loss, backend=self.config.compile.backend, dynamic=False)
         return loss

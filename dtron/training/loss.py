@@ -1,4 +1,4 @@
-"""Summed next-token cross-entropy, from logits or from the hidden states before the head.
+"""Next-token cross-entropy, summed by sequence, from logits or the hidden states before the head.
 
 The sum over local tokens is divided by the global number of labels before the backward, so that
 every layout gives the same loss. (The mean of the ranks' means would be another loss if ranks have
@@ -27,7 +27,7 @@ Your Losses, arXiv:2411.09009.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,10 @@ class VocabularyShard:
     """The tp ranks."""
 
 
-def cross_entropy_sum(
+def sequence_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
 ) -> Tensor:
-    """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
+    """Compute the negative log-likelihood, in nats, summed over the labelled tokens of a sequence.
 
     Args:
         logits: (B sequences, T tokens, V vocabulary), or the rank's columns (B, T, V / tp) of a
@@ -64,13 +64,14 @@ def cross_entropy_sum(
         labels: int64 (B, T); -100 for tokens without loss.
         vocabulary: this rank's shard; None: the vocabulary is not sharded.
     Returns:
-        A scalar, float32 (float64 for float64 logits); the same on all tp ranks.
+        (B,), float32 (float64 for float64 logits); the same on all tp ranks.
     """
-    logits, labels = logits.flatten(0, 1), labels.flatten()
+    shape, logits, labels = labels.shape, logits.flatten(0, 1), labels.flatten()
     if vocabulary is not None:
-        total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[assignment]
-        return total
-    return F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE, reduction="sum")
+        losses: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)  # type: ignore[assignment]
+    else:
+        losses = F.cross_entropy(_upcast(logits), labels, ignore_index=IGNORE, reduction="none")
+    return losses.view(shape).sum(1)
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -78,9 +79,9 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
-def loss_from_head(total: Tensor, _labels: Tensor) -> Tensor:
-    """Return the model's output, the summed loss from the head."""
-    return total
+def losses_from_head(output: tuple[Tensor, Tensor], _labels: Tensor) -> Tensor:
+    """Return the losses of sequences of a model whose head computes them; without a gradient."""
+    return output[1]
 
 
 class ChunkedLoss:
@@ -110,17 +111,9 @@ class ChunkedLoss:
                 self.per_chunk, backend=compile.backend, fullgraph=True, dynamic=False
             )
 
-    @overload
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Compute the summed negative log-likelihood, in nats, of all tokens with a label.
 
         Args:
@@ -130,23 +123,23 @@ class ChunkedLoss:
             labels: int64 (B, T) or (P B, T); -100 for tokens without loss.
             weights: (P,), float32 at least: the weight of each prediction's sum in the objective.
         Returns:
-            A scalar, float32 (float64 for float64 hidden), equal on all tp ranks. With `weights`:
-            the weighted sum over the predictions, and the sum of each prediction (P,), which has no
-            gradient. The backward can run only once.
+            (the sum of all losses, with `weights` weighted by prediction: a scalar; the sum of each
+            sequence (B,) or (P B,), which has no gradient). Both are float32 (float64 for float64
+            hidden) and equal on all tp ranks. The backward can run only once.
         """
-        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        shape, hidden, labels = labels.shape, hidden.flatten(0, 1), labels.flatten()
         predictions = 1 if weights is None else len(weights)
         size = -(-len(labels) // predictions // self.chunks)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             found = _HeadLoss.apply(hidden, weight, labels, weights, size, self.per_chunk)
-            objective, sums = found  # type: ignore[misc]
+            objective, losses = found  # type: ignore[misc]
         else:
-            sums = hidden.new_zeros(predictions, dtype=_at_least_float32(hidden.dtype))
-            for k, part in _chunks(len(labels), predictions, size):
+            losses = hidden.new_empty(len(labels), dtype=_at_least_float32(hidden.dtype))
+            for _, part in _chunks(len(labels), predictions, size):
                 logits = F.linear(hidden[part], weight)
-                sums[k] += self.per_chunk(logits, labels[part], None, False)[0]
-            objective = _objective(sums, weights)
-        return objective if weights is None else (objective, sums)
+                losses[part] = self.per_chunk(logits, labels[part], None, False)[0]
+            objective = _objective(losses, weights)
+        return objective, losses.view(shape).sum(1)
 
 
 def _chunks(n: int, predictions: int, size: int) -> Iterator[tuple[int, slice]]:
@@ -157,8 +150,10 @@ def _chunks(n: int, predictions: int, size: int) -> Iterator[tuple[int, slice]]:
             yield k, slice(k * each + start, k * each + min(start + size, each))
 
 
-def _objective(sums: Tensor, weights: Tensor | None) -> Tensor:
-    return sums[0] if weights is None else (sums * weights).sum().to(sums.dtype)
+def _objective(losses: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return losses.sum()
+    return (losses.view(len(weights), -1).sum(1) * weights).sum().to(losses.dtype)
 
 
 class _PerChunk(Protocol):
@@ -178,26 +173,26 @@ def _loss_of_chunk(
     gradient: bool,
     vocabulary: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the summed loss of logits (n, V / tp).
+    """Compute the losses of the tokens of logits (n, V / tp).
 
     Args:
         factor: factor of the gradient; None: 1.
         gradient: whether to compute the gradient.
     Returns:
-        (loss, gradient of the logits times `factor`); without gradient: (loss, logits).
+        (losses (n,), gradient of the logits times `factor`); without gradient: (losses, logits).
     """
     losses, top, total = _token_losses(logits, labels, vocabulary)
     if not gradient:
-        return losses.sum(), logits
+        return losses, logits
     token_grads = (labels != IGNORE).to(losses.dtype)
     token_grads = token_grads if factor is None else token_grads * factor
-    return losses.sum(), _logits_gradient(logits, labels, top, total, token_grads, vocabulary)
+    return losses, _logits_gradient(logits, labels, top, total, token_grads, vocabulary)
 
 
 class _HeadLoss(torch.autograd.Function):
     """Autograd function of `ChunkedLoss`.
 
-    It returns (weighted sum of the losses, sum of the losses of each of P predictions (P,)).
+    It returns (weighted sum of the losses, losses of all tokens of P predictions (P B T,)).
     """
 
     @staticmethod
@@ -212,7 +207,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         by_hidden, by_weight = ctx.needs_input_grad[:2]
         predictions = 1 if weights is None else len(weights)
-        sums = hidden.new_zeros(predictions, dtype=_at_least_float32(hidden.dtype))
+        losses = hidden.new_empty(len(hidden), dtype=_at_least_float32(hidden.dtype))
         grad_hidden = torch.empty_like(hidden) if by_hidden else None
         grad_weight = None
         if by_weight:
@@ -221,13 +216,13 @@ class _HeadLoss(torch.autograd.Function):
             factor = None if weights is None else weights[k]
             into = None if grad_hidden is None else grad_hidden[part]
             x, y = hidden[part], labels[part]
-            sums[k] += _add_chunk(x, weight, y, factor, per_chunk, into, grad_weight)
+            losses[part] = _add_chunk(x, weight, y, factor, per_chunk, into, grad_weight)
         ctx.gradients = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
         )
-        ctx.mark_non_differentiable(sums)
-        return _objective(sums, weights), sums
+        ctx.mark_non_differentiable(losses)
+        return _objective(losses, weights), losses
 
     @staticmethod
     @once_differentiable
@@ -251,7 +246,7 @@ def _add_chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Compute the loss of one chunk; on return, its logits are freed.
+    """Compute the losses (n,) of the tokens of a chunk; on return, its logits are freed.
 
     Args:
         x: (n, D).
@@ -260,25 +255,25 @@ def _add_chunk(
         grad_x: (n, D), is overwritten with the gradient; None: not needed.
         grad_weight: (V / tp, D), the gradient is added to it; None: not needed.
     """
-    loss, grad = per_chunk(F.linear(x, weight), labels, factor, True)
+    losses, grad = per_chunk(F.linear(x, weight), labels, factor, True)
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
     if grad_weight is not None and grad_weight.dtype == grad.dtype:
         grad_weight.addmm_(grad.t(), x)
     elif grad_weight is not None:
         grad_weight += grad.t() @ x
-    return loss
+    return losses
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of a vocabulary that is sharded over tp."""
+    """Cross-entropy of tokens, (n,), of a vocabulary that is sharded over tp."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
         losses, top, total = _token_losses(logits, labels, vocabulary)
         ctx.save_for_backward(logits, labels, top, total)
         ctx.vocabulary = vocabulary
-        return losses.sum()
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

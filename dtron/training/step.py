@@ -23,7 +23,7 @@ from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
 from dtron.run.profiler import phase
-from dtron.training.loss import count_labels
+from dtron.training.loss import IGNORE, count_labels
 from dtron.training.optim import update
 
 log = logging.getLogger("dtron")
@@ -61,6 +61,9 @@ class StepResult:
     """Global norm before clipping, the same on every rank."""
     mtp_loss: Tensor
     """This rank's partial mean loss of the P multi-token predictions; 0 without MTP."""
+    by_source: Tensor
+    """float64 (2, S): this rank's sums, over sequences of each of S sources, of their losses and of
+    their labels; the sum over SHARE_AXES is that of the step. S = 0 without a mixture."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,8 @@ class ParallelModel:
     execution: Execution
     mesh: Mesh
     loss: LossFunction
-    """(logits (B, T, V), labels (B, T)) -> summed loss. If the head computes the loss
-    (`Applied.loss_in_head`), the first argument is this loss. If the head computes the losses of
-    MTP too, this function is not called."""
+    """(logits (B, T, V), labels (B, T)) -> summed loss of each sequence (B,). If the head computes
+    losses (`Applied.loss_in_head`), it is called in evaluations only, with the model's output."""
 
 
 class TrainStep:
@@ -109,6 +111,7 @@ class TrainStep:
         self.parameters = [p for _, p in model.applied.named_parameters() if p.requires_grad]
         device = model.mesh.device_type
         self.mtp_loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.by_source = torch.zeros((2, 0), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         self.most_in_a_row = torch.zeros_like(self.skipped)
@@ -150,7 +153,7 @@ class TrainStep:
         in_a_row = torch.where(finite, 0, self.skipped_in_a_row + 1)
         self.skipped_in_a_row = torch.where(dropped, self.skipped_in_a_row, in_a_row)
         self.most_in_a_row = torch.maximum(self.most_in_a_row, self.skipped_in_a_row)
-        return StepResult(loss, norm, self.mtp_loss)
+        return StepResult(loss, norm, self.mtp_loss, self.by_source)
 
     def _dropped(self, step: int) -> Tensor:
         """Return whether a rank has dropped tokens up to this step (1-based), a bool scalar."""
@@ -174,14 +177,21 @@ class TrainStep:
         """
         counts = self._global_label_counts(batches)
         self.mtp_loss = torch.zeros_like(self.mtp_loss)
+        sources = batches[0].sources
+        n_sources = 0 if sources is None else sources.shape[1]
+        self.by_source = self.by_source.new_zeros(2, n_sources)
         applied = self.model.applied
         weights = self._loss_weights(counts)
 
         def mean_loss(output: Tensor | tuple[Tensor, ...], i: int) -> Tensor:
             with phase("loss"):
-                if isinstance(output, tuple):
-                    return self._loss_of_predictions(output, batches[i], counts, weights)
-                return self.model.loss(output, batches[i].labels) / counts[0]
+                objective, losses = self._losses(output, batches[i], weights)
+                self._add_by_source(losses[0], batches[i])
+                if len(counts) == 1:
+                    return objective / counts[0]
+                means = losses.sum(1) / counts
+                self.mtp_loss += means[1:].mean()
+                return means[0] + (objective - objective.detach())  # the gradient of all losses
 
         micro_batches = [
             as_micro_batch(
@@ -202,27 +212,35 @@ class TrainStep:
         weights[1:] *= self.mtp_weight / max(1, len(weights) - 1)
         return weights
 
-    def _loss_of_predictions(
-        self, output: tuple[Tensor, ...], batch: Batch, counts: Tensor, weights: Tensor
-    ) -> Tensor:
-        """Return the mean loss of the next token, with the gradient of all 1 + P losses.
-
-        The mean loss of the P multi-token predictions is added to `mtp_loss`.
+    def _losses(
+        self, output: Tensor | tuple[Tensor, ...], batch: Batch, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss to differentiate, and the losses of all predictions without a gradient.
 
         Args:
-            output: logits (B, T, V / tp) of each prediction. If the head computes the losses:
-                their weighted sum, and the sum of each prediction (1 + P,).
+            output: logits (B, T, V / tp), or a tuple of those of 1 + P predictions. If the head
+                computes the losses, these: see `HeadLoss`.
+            weights: (1 + P,), from `_loss_weights`.
+        Returns:
+            (the summed loss, with MTP weighted: a scalar; losses of sequences (1 + P, B)).
         """
         if self.model.applied.loss_in_head:
-            objective, sums = output
-        else:
-            assert batch.mtp_labels is not None, "predictions have labels"
-            labels = (batch.labels, *batch.mtp_labels.unbind(-1))
-            sums = torch.stack([self.model.loss(x, y) for x, y in zip(output, labels, strict=True)])
-            objective = (sums * weights).sum()
-        means = sums.detach() / counts
-        self.mtp_loss += means[1:].mean()
-        return means[0] + (objective - objective.detach())
+            objective, losses = output
+            return objective, losses.detach().view(len(weights), -1)
+        if isinstance(output, Tensor):
+            losses = self.model.loss(output, batch.labels)
+            return losses.sum(), losses.detach().unsqueeze(0)
+        assert batch.mtp_labels is not None, "predictions have labels"
+        labels = (batch.labels, *batch.mtp_labels.unbind(-1))
+        losses = torch.stack([self.model.loss(x, y) for x, y in zip(output, labels, strict=True)])
+        return (losses.sum(1) * weights).sum(), losses.detach()
+
+    def _add_by_source(self, losses: Tensor, batch: Batch) -> None:
+        """Add losses (B,) of sequences, and their numbers of labels, to those of their sources."""
+        if batch.sources is not None:
+            labels = (batch.labels != IGNORE).sum(1)
+            each = torch.stack([losses.double(), labels.double()]).unsqueeze(-1)
+            self.by_source += torch.where(batch.sources, each, 0.0).sum(1)
 
     def _global_label_counts(self, batches: Sequence[Batch]) -> Tensor:
         """Count the labels of the step on all ranks, for the next token and P MTP predictions.
@@ -356,7 +374,7 @@ def evaluate(model: ParallelModel, batches: Sequence[Batch]) -> Tensor:
 
     def add(output: Tensor, i: int) -> None:
         labels = batches[i].labels
-        total = model.loss(output, labels)
+        total = model.loss(output, labels).sum()
         sums.add_(torch.stack([total.double(), count_labels(labels).double()]))
 
     with model.applied.evaluating():

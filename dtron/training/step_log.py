@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ class StepLog:
 
     Args:
         host_group: process group of all ranks for CPU tensors.
+        sources: names of the sources of a mixture, in order; empty: no mixture.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class StepLog:
         batches: RankBatches,
         throughput: Throughput,
         host_group: dist.ProcessGroup,
+        sources: Sequence[str] = (),
     ) -> None:
         self.config, self.run, self.batches = config, run, batches
-        self.throughput, self.host_group = throughput, host_group
+        self.throughput, self.host_group, self.sources = throughput, host_group, sources
         self.accuracy: dict[str, float] = {}
         """Accuracy of the float8 casts in the current step, if they are measured."""
         self.recovery: dict[str, float] = {}
@@ -54,8 +56,11 @@ class StepLog:
         Args:
             step, tokens: numbers of steps and tokens so far.
         """
-        loss = self._over_ranks(result.loss)
+        loss, *by_source = self._over_ranks(result.loss, *result.by_source.flatten())
         row: Row = {"step": step, "loss": loss, "grad_norm": result.grad_norm.item(), "lr": lr}
+        n = len(self.sources)
+        for name, total, labels in zip(self.sources, by_source[:n], by_source[n:], strict=True):
+            row |= {f"loss/{name}": total / labels} if labels else {}
         memory, waited = self._most_of_ranks(peak_memory_gib(), self.batches.read_seconds())
         row |= {"tokens": tokens, **self.throughput.read(), "memory_gib": memory}
         row["data_seconds"] = waited
@@ -69,7 +74,7 @@ class StepLog:
         if self.config.metrics.batch_hash:
             row["batch"] = self.batches.read_hash(self.host_group)
         if self.batches.model.config.mtp:
-            row["mtp_loss"] = self._over_ranks(result.mtp_loss)
+            (row["mtp_loss"],) = self._over_ranks(result.mtp_loss)
         if self.config.data.packing != "cut":
             row["padding"] = self.batches.read_padding()
         return row
@@ -84,10 +89,11 @@ class StepLog:
                 "optim.lr or resume from an earlier checkpoint"
             )
 
-    def _over_ranks(self, part: torch.Tensor) -> float:
-        total = part.clone()
+    def _over_ranks(self, *parts: torch.Tensor) -> list[float]:
+        """Return the sum over ranks of each scalar; one collective."""
+        total = torch.stack(parts)
         dist.all_reduce(total, group=self.run.model.mesh.group(*SHARE_AXES))
-        return total.item()
+        return total.tolist()
 
     def _most_of_ranks(self, *values: float) -> list[float]:
         """Return the maximum of each value over all ranks; a collective."""

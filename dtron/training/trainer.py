@@ -339,7 +339,11 @@ class Trainer:
             active=first,
         )
         self.throughput = Throughput(FlopsModel.of(self.model_setup.config), self.place.world_size)
-        self.step_log = StepLog(config, self.run, self.batches, self.throughput, self.host_group)
+        source = self.data_setup.train
+        names = tuple(source.sources) if isinstance(source, Mixture) else ()
+        self.step_log = StepLog(
+            config, self.run, self.batches, self.throughput, self.host_group, names
+        )
         self.profile = ProfileWindow(config.metrics, self.rundir.trace)
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         info.announce(self.info)

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]
-"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T), None) -> the
-summed loss, a scalar, equal on all tp ranks. With P predictions per token (MTP): (hidden states
-(P B, T, D), the weight, labels (P B, T), loss weights (P,)) -> (the weighted sum of the summed
-losses, the summed loss of each prediction (P,)). All tensors are plain and local."""
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(hidden states (B, T, D), the rank's rows of the weight (V / tp, D), labels (B, T), None) -> (the
+summed loss, a scalar; that of each sequence (B,), without gradient), equal on all tp ranks. With P
+predictions per token (MTP): (hidden states (P B, T, D), the weight, labels (P B, T), loss weights
+(P,)) -> (the weighted sum of the losses; the sum of each prediction of each sequence (P B,)). All
+tensors are plain and local."""
 
 
 def attach_loss(head: nn.Module, loss: HeadLoss) -> None:
-    """Make a Linear without bias return the summed loss if it is called with `labels`, in place.
+    """Make a Linear without bias return losses if it is called with `labels`, in place.
 
     Without labels it still returns logits. Call it after tensor parallelism and deferral, before
     FSDP.

@@ -231,6 +231,10 @@ def test_the_order_is_the_same_in_every_layout(dp_size: int, micro_batch: int) -
             for batch in loader.step():
                 found = [tuple(each) for each in batch.tokens.tolist()]
                 assert found == [wanted[k] for k in batch.sequence.tolist()]
+                sources = batch.to("cpu").sources
+                assert sources is not None
+                assert sources.int().argmax(1).tolist() == batch.tokens[:, 0].tolist()
+                assert sources.sum(1).tolist() == [1] * micro_batch
         loader.close()
         assert loader.state_dict() == {"sequence": 32, **mixed([0.6, 0.3, 0.1]).state(32)}
 
@@ -268,6 +272,12 @@ def test_ranks_do_not_change_a_mixture(tmp_path: Path, corpora: dict, packing: s
     run_ranks(1, fit, tiny(two, **keys, **resume))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     last = rows(one)[-1]
+    for row, other in zip(rows(one), rows(two), strict=True):
+        sources = {name: row[f"loss/{name}"] for name in ("web", "code")}
+        assert {name: other[f"loss/{name}"] for name in sources} == pytest.approx(sources, rel=1e-5)
+        if packing == "cut":  # sequences have equally many labels; those of other names differ
+            assert 0.75 * sources["web"] + 0.25 * sources["code"] == pytest.approx(row["loss"])
+            assert 0.25 * sources["web"] + 0.75 * sources["code"] != pytest.approx(row["loss"])
     named = {name: last[f"validation_loss/{name}"] for name in ("web", "code", "other")}
     assert len(set(named.values())) == 3
     assert last["validation_loss"] == pytest.approx((named["web"] + named["code"]) / 2)

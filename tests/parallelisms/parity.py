@@ -63,7 +63,7 @@ from dtron.setup.preflight import ModelSetup
 from dtron.setup.rules import ModelCandidate, all_broken, check_layout, resolve
 from dtron.training.batches import shard_batch
 from dtron.training.build import build_run
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum, loss_from_head
+from dtron.training.loss import ChunkedLoss, VocabularyShard, losses_from_head, sequence_losses
 from dtron.training.optim import build_optimizer, update
 from dtron.training.step import LossFunction, ParallelModel, TrainStep, evaluate
 from tests.harness import run_ranks
@@ -102,6 +102,7 @@ SINKHORN = {
     **{"n_groups": 1, "top_groups": 1},
 }
 """The router in any mixture."""
+N_SOURCES = 3
 # Here, which ranks have loaded: an import of test_parity chooses cases for seconds, in each rank.
 FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
 EAGER = Compile(enable=True, backend="aot_eager")
@@ -182,7 +183,7 @@ class Case:
         is as near as that."""
         if not self.rounds_alike:
             return DECIBELS
-        before = name.startswith("gradient") or name in ("loss 0", "norm 0")
+        before = name.startswith("gradient") or name in ("loss 0", "norm 0", "sources 0")
         return TOLERANCE[self.dtype if self.optimizer == "sgd" or before else "float32"]
 
     def __str__(self) -> str:
@@ -322,7 +323,7 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     if case.packing:
         source = packed_documents(case.packing, case.documents, case.seq_len, vocabulary)
         first = step * case.sequences
-        return stacked(source.sequence, range(first + rows.start, first + rows.stop))
+        return mixed(stacked(source.sequence, range(first + rows.start, first + rows.stop)))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     labels = torch.randint(vocabulary, shape, generator=generator)
@@ -344,7 +345,23 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
             documents, pieces = documents - pieces * 2, torch.where(pieces < 0, -1, documents)
     number = sequence[:, 0] + step * case.sequences
     batch = Batch(tokens[part], labels[part], number[part], positions, documents)
-    return replace(batch, pieces=pieces)
+    return mixed(replace(batch, pieces=pieces))
+
+
+def mixed(batch: Batch) -> Batch:
+    """The batch, its rows from the sources of a mixture in turn, but not evenly."""
+    sources = batch.sequence * 7 // 3 % N_SOURCES
+    return replace(batch, sources=sources[:, None] == torch.arange(N_SOURCES))
+
+
+def sums_by_source(losses: Tensor, batch: Batch) -> Tensor:
+    """float64 (2, S): losses (B,) and numbers of labels of a batch's rows, summed one by one."""
+    found = torch.zeros(2, N_SOURCES, dtype=torch.float64)
+    assert batch.sources is not None
+    for loss, labels, source in zip(losses, batch.labels, batch.sources, strict=True):
+        n = (labels != -100).sum().item()
+        found[:, source.cpu()] += torch.tensor([[loss.item()], [n]], dtype=torch.float64)
+    return found
 
 
 @functools.cache
@@ -471,7 +488,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
             layers = {name: model.get_submodule(name) for name in float8.layers}
             scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
     optimizer = _torch_optimizer(case, model)
-    losses, norms, gradients, loads, figures = [], [], {}, [], []
+    losses, norms, gradients, loads, figures, sources = [], [], {}, [], [], []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
     for router in (found := routers([model])):
         router.loss_divisor.fill_(case.sequences / at_once)
@@ -481,6 +498,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         n_mtp = (_mtp_targets(whole_batch, config.mtp)[1] != -100).sum((0, 1)).tolist()
         optimizer.zero_grad()
         losses.append(0.0)
+        sources.append(torch.zeros(2, N_SOURCES, dtype=torch.float64))
         for first in range(0, case.sequences, at_once):
             batch = make_batch(case, range(first, first + at_once), step)
             ahead, labels = (x.to(device) for x in _mtp_targets(batch, config.mtp))
@@ -493,10 +511,12 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
             others |= {"mtp_tokens": ahead} if config.mtp else {}
             outputs = model(*inputs, **others)
             outputs = outputs if config.mtp else (outputs,)
-            loss = cross_entropy_sum(outputs[0], batch.labels) / n_valid
+            each = sequence_losses(outputs[0], batch.labels)
+            sources[-1] += sums_by_source(each.detach(), batch)
+            loss = each.sum() / n_valid
             losses[-1] += loss.item()
             for i, n in enumerate(n_mtp):
-                mean = cross_entropy_sum(outputs[1 + i], labels[..., i]) / n
+                mean = sequence_losses(outputs[1 + i], labels[..., i]).sum() / n
                 losses[-1] += mean.item() / config.mtp
                 loss = loss + config.mtp_coefficient / config.mtp * mean
             loss.backward()
@@ -517,6 +537,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         "parameters": parameters,
         "loads": _by_router([model], loads),
         "figures": figures,
+        "sources": sources,
         "validation": _validation_loss(case, model, at_once, device),
     }
 
@@ -568,7 +589,7 @@ def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.d
         batch = make_batch(case, range(first, first + at_once), case.steps).to(device.type)
         others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
         logits = model(batch.tokens, batch.positions, batch.documents, **others)
-        total += cross_entropy_sum(logits, batch.labels).item()
+        total += sequence_losses(logits, batch.labels).sum().item()
         n_valid += (batch.labels != -100).sum().item()
     return total / max(n_valid, 1)  # 0 where nothing is labelled, as a run logs it
 
@@ -633,13 +654,15 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     assert isinstance(train_step, RecordingStep)
     if train_step.after_update is not None:  # of the weights that were drawn, as the Trainer does
         train_step.after_update(torch.ones((), dtype=torch.bool, device=mesh.device_type))
-    losses, norms, loads, figures = [], [], [], []
+    losses, norms, loads, figures, sources = [], [], [], [], []
     for step in range(case.steps):
         lr = case.config().optim.lr
         result = train_step(micro_batches(case, mesh, step, config.mtp), step, lr)
         both = result.loss + result.mtp_loss
-        dist.all_reduce(both, group=mesh.group(*SHARE_AXES))
-        losses.append(both.item())
+        sums = torch.cat([both.view(1), result.by_source.flatten()])
+        dist.all_reduce(sums, group=mesh.group(*SHARE_AXES))
+        losses.append(sums[0].item())
+        sources.append(sums[1:].view(2, -1).cpu())
         norms.append(result.grad_norm.item())
         loads += routing.counts.tolist() if routing else []
         read = routing.read() if routing else {}
@@ -658,6 +681,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
         "parameters": parameters,
         "loads": _by_router(applied.parts.values(), loads),
         "figures": figures,
+        "sources": sources,
         "validation": validation,
         "offloaded": applied.offload.copied if applied.offload else 0,
     }
@@ -742,8 +766,8 @@ def context_of(case: Case, kernel: str = "math") -> Context | None:
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> LossFunction:
     """The Trainer's loss."""
     if case.loss_chunks > 1:
-        return loss_from_head
-    loss: LossFunction = functools.partial(cross_entropy_sum, vocabulary=vocabulary(config, mesh))
+        return losses_from_head
+    loss: LossFunction = functools.partial(sequence_losses, vocabulary=vocabulary(config, mesh))
     if case.compile.enable:
         loss = torch.compile(loss, backend=case.compile.backend, dynamic=False)
     return loss
@@ -826,6 +850,8 @@ def _deviations_of_rank(
     for kind in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(found[kind], wanted[kind], strict=True)):
             yield f"{'loss' if kind == 'losses' else 'norm'} {step}", abs(x - y) / abs(y)
+    for step, (x, y) in enumerate(zip(found["sources"], wanted["sources"], strict=True)):
+        yield f"sources {step}", ((x - y).abs() / torch.where(y == 0, 1.0, y)).max().item()
     if found["validation"] is not None:
         yield (
             "validation",

@@ -12,7 +12,7 @@ from dtron.parallelisms.gradients import local_part
 from dtron.plan.communication import muon_collectives
 from dtron.plan.run_shape import Resolved
 from dtron.run.collective_counter import CollectiveCounter
-from dtron.training.loss import VocabularyShard, cross_entropy_sum
+from dtron.training.loss import VocabularyShard, sequence_losses
 from dtron.training.optim import build_optimizer, update
 from dtron.training.step import TrainStep, as_micro_batch
 from tests.harness import run_ranks
@@ -42,7 +42,7 @@ def count_layers(case: Case) -> dict[str, Counts]:
         logits = applied.parts[0](tokens, **others)
     with counter(mesh) as of_loss:
         shard = VocabularyShard(config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
-        total = cross_entropy_sum(logits, batch.labels, shard)
+        total = sequence_losses(logits, batch.labels, shard).sum()
     with counter(mesh) as backward:
         total.backward()
     found = {"forward": forward, "loss": of_loss, "backward": backward}

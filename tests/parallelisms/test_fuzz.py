@@ -4,7 +4,7 @@ Sizes are odd on purpose: heads and layers that do not divide evenly, a padded v
 ranks, numbers of micro-batches that fit no round. They are compared in float64: among random models
 are some whose gradients of a parameter cancel (of a bias of all keys, to 0), and what is left in
 float32 is rounding. A draw is a pure function of its seed; what is refused is drawn again. The last
-lines of a run say how many draws had each feature.
+lines of a run say how many draws had each feature. Rows are from the three sources of a mixture.
 """
 
 import math
@@ -67,6 +67,7 @@ def features(case: Case) -> set[str]:
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
         **{"AdamW": case.optimizer == "adamw", "compile": case.compile.enable},
+        **{"Muon": case.optimizer == "muon"},
         **{"narrow moments": case.optimizer == "narrow_adamw"},
         **{"recompute": case.recompute.mode != "none", "step reduction": parallel.reduce == "step"},
         "split backward": layout is not None and layout.splits_backward,
@@ -111,7 +112,9 @@ def draw_case(random: random.Random, model: str) -> Case:
         documents=random.random() < 0.3,
         padded=not packed and random.random() < 0.4,
         packing=random.choice(["cut", "best_fit", "pad"]) if packed else "",
-        optimizer=random.choice(["sgd", "adamw", "narrow_adamw"]),
+        optimizer=random.choice(
+            ["sgd", "adamw", "narrow_adamw", "muon"]
+        ),  # Lion: signs of rounding
     )
 
 

@@ -176,6 +176,16 @@ def chunks_of_predictions_unweighted() -> None:
     loss._add_chunk = first
 
 
+def losses_of_other_sources() -> None:
+    """The loss of each row of a micro-batch is counted for the source of the row before."""
+    add = step.TrainStep._add_by_source
+
+    def shifted(self: Any, losses: Tensor, batch: Batch) -> None:
+        add(self, losses.roll(-1), batch)
+
+    step.TrainStep._add_by_source = shifted  # type: ignore[method-assign]
+
+
 def key_gradients_stay() -> None:
     """Gradients of keys do not travel with them: each rank has those of its own queries alone."""
 
@@ -700,6 +710,7 @@ LATE_BUGS = [
     Bug(wide_moments_of_experts, NARROW, r"parameter .*experts.*"),
     Bug(biases_by_own_loads, BIASED, r"loads .*"),
     Bug(validation_as_mean_of_means, PACKED, r"validation"),
+    Bug(losses_of_other_sources, replace(CHUNKED, micro_batch=2), r"sources 0"),
 ]
 """Those that the first backward does not show; what they spoil is the pattern of what has to."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtron.config import Compile, Parallel
 from dtron.parallelisms import Mesh
-from dtron.training.loss import ChunkedLoss, VocabularyShard, cross_entropy_sum
+from dtron.training.loss import ChunkedLoss, VocabularyShard, sequence_losses
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep, evaluate
 from tests.harness import run_ranks
@@ -39,11 +39,21 @@ def inputs(dtype: torch.dtype, without: str = "some") -> tuple[Tensor, Tensor, T
 def gradients(loss: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     """The loss, and the gradients of its multiple by hidden states and weight."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total = loss(hidden, weight, labels)
+    total = total_of(loss(hidden, weight, labels))
     (SCALE * total).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     return [total.detach(), hidden.grad, weight.grad]
+
+
+def total_of(found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The loss, from `ChunkedLoss` or from another function; those of sequences add up to it."""
+    if isinstance(found, Tensor):
+        return found
+    total, each = found
+    assert not each.requires_grad
+    assert each.shape == (len(each),)
+    return total
 
 
 def at_once(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -66,7 +76,11 @@ def test_equals_cross_entropy(dtype: torch.dtype, chunks: int, without: str) -> 
     assert [x.dtype for x in found] == [dtype] * 3
     close(found, gradients(at_once, *case), TOLERANCE[dtype])
     with torch.no_grad():
-        assert ChunkedLoss(chunks)(*case).item() == pytest.approx(found[0].item())
+        assert ChunkedLoss(chunks)(*case)[0].item() == pytest.approx(found[0].item())
+    hidden, weight, labels = case
+    rows = [at_once(hidden[i : i + 1], weight, labels[i : i + 1]) for i in range(B)]
+    for loss in (ChunkedLoss(chunks)(*case)[1], sequence_losses(F.linear(hidden, weight), labels)):
+        close([loss], [torch.stack(rows)], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("chunks", [1, 7, 64])
@@ -95,9 +109,9 @@ def test_weighted_losses_of_several_predictions(chunks: int, compile: bool) -> N
     loss = ChunkedLoss(chunks, compile=Compile(enable=compile, backend="aot_eager"))
 
     def by_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        objective, sums = loss(x, w, y, weights)
-        assert not sums.requires_grad
-        close([objective], [(sums * weights).sum()], 1e-14)
+        objective, losses = loss(x, w, y, weights)
+        assert not losses.requires_grad
+        close([objective], [(losses.view(3, B).sum(1) * weights).sum()], 1e-14)
         return objective
 
     def one_by_one(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -124,13 +138,13 @@ def test_scaled_on_a_gpu_as_the_whole_loss_is(n: int) -> None:
 
     def of_mean(loss: Any, dtype: torch.dtype) -> list[Tensor]:
         x, w = (given.detach().to(dtype, copy=True).requires_grad_() for given in (hidden, weight))
-        (loss(x, w, labels) / n).backward()
+        (total_of(loss(x, w, labels)) / n).backward()
         assert x.grad is not None
         assert w.grad is not None
         return [x.grad.double(), w.grad.double()]
 
     exact = of_mean(at_once, torch.float64)
-    whole = of_mean(lambda x, w, y: cross_entropy_sum(F.linear(x, w), y), torch.bfloat16)
+    whole = of_mean(lambda x, w, y: sequence_losses(F.linear(x, w), y).sum(), torch.bfloat16)
     chunked = of_mean(ChunkedLoss(8), torch.bfloat16)
     for wanted, one, found in zip(exact, whole, chunked, strict=True):
         factor = ((found * wanted).sum() / wanted.square().sum()).item()
@@ -144,7 +158,7 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     wanted = gradients(at_once, hidden, weight, labels)
     hidden.requires_grad_(frozen != "hidden")
     weight.requires_grad_(frozen != "weight")
-    (SCALE * ChunkedLoss(3)(hidden, weight, labels)).backward()
+    (SCALE * ChunkedLoss(3)(hidden, weight, labels)[0]).backward()
     other = weight if frozen == "hidden" else hidden
     assert (hidden.grad is None, weight.grad is None) == (frozen == "hidden", frozen == "weight")
     assert other.grad is not None
@@ -153,7 +167,7 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
 
 def test_a_second_backward_is_refused() -> None:
     hidden, weight, labels = inputs(torch.float32)
-    total = ChunkedLoss(2)(hidden, weight.requires_grad_(), labels)
+    total, _ = ChunkedLoss(2)(hidden, weight.requires_grad_(), labels)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         total.backward()
@@ -216,7 +230,7 @@ def test_no_tensor_of_tokens_times_vocabulary() -> None:
                 loss(hidden, weight, labels)
         return seen.elements
 
-    assert largest(lambda h, w, y: cross_entropy_sum(F.linear(h, w), y)) == tokens * vocabulary
+    assert largest(lambda h, w, y: sequence_losses(F.linear(h, w), y).sum()) == tokens * vocabulary
     assert largest(ChunkedLoss(chunks)) == max(tokens // chunks, width) * vocabulary
 
 
