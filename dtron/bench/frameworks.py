@@ -35,7 +35,7 @@ from dtron.bench.report import step_seconds
 from dtron.bench.run import Options, Outcome, launch, one_line, shell_command, torchrun
 from dtron.config import RunConfig, fields
 from dtron.data.corpus.documents import Reading
-from dtron.data.sources import CORPORA
+from dtron.data.sources import corpus_of
 from dtron.errors import ConfigError
 
 PEER, RELEASE = "torchtitan", "0.2.2"
@@ -369,14 +369,16 @@ def documents(config: RunConfig) -> list[str]:
 
     torchtitan reads them repeatedly. Raises ConfigError: the data source has no texts.
     """
-    if config.data.source not in CORPORA or config.data.has_chats:
-        raise ConfigError(
-            f"data.source = {config.data.source!r}, data.format = {config.data.format!r}: {PEER} "
-            "needs texts; use data.source=files data.format=text"
-        )
+    refusal = ConfigError(
+        f"data.source = {config.data.source!r}, data.format = {config.data.format!r}: {PEER} "
+        "needs texts; use data.source=files data.format=text"
+    )
+    if config.data.source == "prepared" or config.data.has_chats:
+        raise refusal
     texts, length = [], 0
-    for text in CORPORA[config.data.source](config.data).documents(Reading(config.data)):
-        assert isinstance(text, str), "there are no chats"
+    for text in corpus_of(config.data).documents(Reading(config.data)):
+        if not isinstance(text, str):  # tokens
+            raise refusal
         texts.append(text)
         length += len(text)
         if length >= _CHARACTERS:

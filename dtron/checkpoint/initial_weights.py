@@ -24,9 +24,9 @@ from dtron.config import Data
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, location
+from dtron.io.user_code import is_imported
 from dtron.models import hf_folder, model_config, model_spec
 from dtron.models.config import DecoderConfig
-from dtron.models.custom import is_imported
 from dtron.models.hf import differences
 from dtron.models.hf_weights import CONFIG, HFFolder
 
@@ -144,23 +144,25 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
         )
 
 
-def check_named(where: Location, name: str, named: str, fix: str) -> None:
-    """Check that the user names a custom model before it is imported.
+def check_named(
+    where: Location, name: str, named: str, fix: str, what: str = "is of the custom model"
+) -> None:
+    """Check that the user names a custom model, or data source, before it is imported.
 
     Neither a checkpoint nor the config of its run is trusted: they may not choose which code runs.
 
     Args:
         where: a checkpoint, or the config of its run.
-        name: the model that it is of.
+        name: the model that it is of, or its data source.
         named: the name that the user gave; empty: none.
         fix: end of the error, without the name.
+        what: what the place has of this name.
     Raises:
         ConfigError: the name is missing, or another one.
     """
     if is_imported(name) and named != name:
         raise ConfigError(
-            f"{where} is of the custom model {name}, whose code runs only if you name it; "
-            f"{fix}{name}"
+            f"{where} {what} {name}, whose code runs only if you name it; {fix}{name}"
         )
 
 

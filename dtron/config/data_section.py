@@ -1,8 +1,8 @@
 """The section `data` of a config."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
 from dtron.config.schema import MAX_RANKS, MAX_SECONDS, LocalPath, Section, StatedPath, Text
 
@@ -54,9 +54,12 @@ class ValidationSet(Section):
 class Data(Section):
     """Training data: source, tokenizer, packing."""
 
-    source: Literal["files", "hf", "prepared"] = "files"
+    source: Text = "files"
     """`files`: JSONL, Parquet or text files, tokenized once and cached. `hf`: a Hugging Face data
-    set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written."""
+    set, which needs the extra `hf`. `prepared`: folders that `dtron data prepare` has written. Or
+    a custom source: `MODULE:NAME`, a class or function in a module of an installed package or of
+    the working directory, or the name of an entry point of group `dtron.sources`; it may read
+    `paths`. `python`: the argument `data` of Trainer."""
     paths: tuple[StatedPath, ...] = Field(default=("assets/kjv.jsonl.gz",), strict=False)
     """Files, folders and globs of `source = "files"`, relative to the working directory: .jsonl
     with one document per line, .txt with one document per file, each also as .gz or .zst,
@@ -125,6 +128,19 @@ class Data(Section):
     """Corpora for validation only, each as a table [[data.validation]] with `name` and `paths`.
     Their losses are logged as `validation_loss/NAME`; `validation_fraction` is independent. With
     `source = "files"` or `"prepared"`."""
+
+    _documents: Any = PrivateAttr(None)
+
+    @property
+    def documents(self) -> Any:
+        """Documents of `source = "python"`, in this process only; None: not given."""
+        return self._documents
+
+    def of_documents(self, documents: Any) -> "Data":
+        """Return the section with `source = "python"` and these documents."""
+        found = self.model_copy(update={"source": "python"})
+        found._documents = documents
+        return found
 
     @property
     def parts(self) -> dict[str, "Data"]:

@@ -37,7 +37,15 @@ from dtron.config.schema import (
     Train,
 )
 from dtron.config.setting_rules import idle_keys
-from dtron.errors import ConfigError, cause_of, config_error, nearest_key, note, shorten
+from dtron.errors import (
+    ConfigError,
+    cause_of,
+    config_error,
+    nearest,
+    nearest_key,
+    note,
+    shorten,
+)
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text_or_pipe
 
 _PIPE_SECONDS = 10.0
@@ -379,18 +387,37 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
             f"override {text!r} is not of the form section.key=value (no spaces){hint}"
         )
     unsets = not raw.strip()
-    unknown = unsets and key.strip() not in known and parts[:2] != ["model", "override"]
+    unknown = unsets and key.strip() not in known and tuple(parts[:2]) not in _NESTED
     if parts[0] not in RunConfig.model_fields or unknown:
         raise ConfigError(f"unknown key {key}{nearest_key(key, known)}")
-    table = values
+    table: Any = values
     for part in parts[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"override {text!r}: {part} is not a table")
+        table = _table_of(table, part, text)
+    if isinstance(table, list):
+        named = ".".join(parts[:-1])
+        raise ConfigError(f"override {text!r}: write {named}.NAME.KEY=value, or {named}='[...]'")
     if unsets:  # back to the default
         table.pop(parts[-1], None)
         return
     table[parts[-1]] = _override_value(text, raw)
+
+
+_NESTED = (("model", "override"), ("data", "mixture"), ("data", "validation"))
+"""Keys whose values have keys of their own."""
+
+
+def _table_of(table: Any, key: str, override: str) -> Any:
+    """Return the table or list of a key, or of a list of tables the one that has this name."""
+    if isinstance(table, list):
+        tables = {str(each.get("name")): each for each in table if isinstance(each, dict)}
+        if key not in tables:
+            known = f"{nearest(key, tables)}; use {', '.join(tables) or 'a list of tables'}"
+            raise ConfigError(f"override {override!r}: no table has the name {key}{known}")
+        return tables[key]
+    found = table.setdefault(key, {})
+    if not isinstance(found, dict | list):
+        raise ConfigError(f"override {override!r}: {key} is not a table")
+    return found
 
 
 def _override_value(text: str, raw: str) -> Any:

@@ -179,7 +179,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("data.hf_path data.hf_name data.hf_split data.hf_streaming", needs='data.source = "hf"'),
     Rule(
         "data.paths",
-        lambda c: c.data.source != "hf",
+        lambda c: c.data.source not in ("hf", "python"),
         needs='data.source = "files" or "prepared"',
     ),
     Rule(
@@ -359,9 +359,11 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     Rule("data.source", lambda c: c.data.source != "hf" or c.data.hf_path, needs="data.hf_path"),
     Rule(
         "data.source data.mixture data.validation",
-        lambda c: c.data.source != "hf" or not (c.data.mixture or c.data.validation),
-        'data.source = "hf": data.mixture and data.validation read files or prepared folders; use '
-        'data.source = "files" or "prepared"',
+        lambda c: (
+            c.data.source not in ("hf", "python") or not (c.data.mixture or c.data.validation)
+        ),
+        'data.source = "{c.data.source}": data.mixture and data.validation read files or prepared '
+        'folders; use data.source = "files" or "prepared", or a custom source that reads its paths',
     ),
     Rule(
         "data.format data.packing",
@@ -394,7 +396,7 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "data.source data.paths",
-        lambda c: c.data.source == "hf" or c.data.paths,
+        lambda c: c.data.source not in ("files", "prepared") or c.data.paths,
         "data.paths is empty; name at least one file",
     ),
     Rule(

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtron.data.corpus.readers.custom import DocumentSource
     from dtron.data.corpus.token_corpus import TokenCorpus
     from dtron.data.loader import Batch, Loader, validation_batches
     from dtron.data.packing import Packed, TrainingSource, ValidationSource, Waste
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from dtron.data.tokenizer import Tokenizer, load_tokenizer
 
 _HOMES = {
+    "corpus.readers.custom": ("DocumentSource",),
     "corpus.token_corpus": ("TokenCorpus",),
     "loader": ("Batch", "Loader", "validation_batches"),
     "packing": ("Packed", "TrainingSource", "ValidationSource", "Waste"),
@@ -24,6 +26,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Batch",
+    "DocumentSource",
     "Loader",
     "Packed",
     "TokenCorpus",

@@ -15,7 +15,7 @@ from dtron.data.corpus.tokenize import cores
 from dtron.data.inspection import Piece, as_page, as_text, pieces_of, statistics
 from dtron.data.loader import sequences_of_step
 from dtron.data.mixture import Mixture
-from dtron.data.sources import CORPORA, is_stream, open_all, open_corpus_and_index, prepare
+from dtron.data.sources import corpus_of, is_stream, open_all, open_corpus_and_index, prepare
 from dtron.data.tokenizer import load_tokenizer
 from dtron.errors import ArgumentParser, ConfigError, DataError, check_words, nearest
 from dtron.io.filesystem import location, read, write_atomically
@@ -126,7 +126,7 @@ def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
     data = config.data
     if options.paths:  # one corpus, whatever the config mixes
         data = data.model_copy(update={"mixture": (), "mixture_steps": (), "validation": ()})
-    if data.source not in CORPORA or is_stream(data):
+    if data.source == "prepared" or is_stream(data):
         raise ConfigError(
             f"data.source = {data.source!r}, data.hf_streaming = {data.hf_streaming}: nothing to "
             "prepare; use files, or hf without streaming"
@@ -149,7 +149,7 @@ def _prepare(config: RunConfig, options: argparse.Namespace) -> None:
         )
     if options.on_option and options.on == "local":
         raise ConfigError("--on-option has no effect with --on local; leave it out")
-    corpus, tokenizer = CORPORA[data.source](data), load_tokenizer(data)
+    corpus, tokenizer = corpus_of(data), load_tokenizer(data)
     skip, out = options.on_error == "skip", location(absolute(options.out))
     if options.on != "local":
         prepare_on(options.on, corpus, tokenizer, out, skip, options.workers, options.on_option)

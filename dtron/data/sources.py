@@ -38,6 +38,7 @@ from dtron.data.corpus.document_index import DocumentIndex, Documents, documents
 from dtron.data.corpus.documents import Corpus, files_corpus
 from dtron.data.corpus.files import absolute, is_url
 from dtron.data.corpus.hf import HfStream, hf_corpus, stream_name
+from dtron.data.corpus.readers.custom import custom_corpus
 from dtron.data.corpus.shards import META
 from dtron.data.corpus.token_corpus import TokenCorpus, joined, open_corpus, tokenizer_of
 from dtron.data.corpus.tokenize import cores
@@ -71,10 +72,15 @@ BY_GROUPS = "groups-1"
 """Its value: documents are held out by the hash of their tokens, the others are in groups."""
 
 CORPORA: dict[str, Callable[[Data], Corpus]] = {"files": files_corpus, "hf": hf_corpus}
-"""Sources that are tokenized to the cache. `prepared` is tokenized already."""
+"""Sources that are tokenized to the cache, besides custom ones. `prepared` is tokenized already."""
 
 Sources = tuple[TrainingSource, ValidationSource | None]
 logger = logging.getLogger("dtron")
+
+
+def corpus_of(data: Data) -> Corpus:
+    """Return the documents of a data section that is not prepared. Raises: as its source does."""
+    return CORPORA.get(data.source, custom_corpus)(data)
 
 
 def prepare(data: Data, seq_len: int | None = None) -> None:
@@ -283,7 +289,7 @@ def _open_corpus(data: Data, tokenizer: Tokenizer, folder: Path) -> TokenCorpus:
     if data.source == "prepared":
         corpus = _open_prepared(data, tokenizer)
     else:
-        read = CORPORA[data.source](data)
+        read = corpus_of(data)
         path = find_path(read, tokenizer, folder)
         corpus = open_or_build(read, tokenizer, path, cores())
         keep_path(read, tokenizer, path)
@@ -298,7 +304,7 @@ def _finder(data: Data, tokenizer: Tokenizer, folder: Path) -> Callable[[], Toke
     if data.source == "prepared":
         opened = _open_prepared(data, tokenizer)
         return lambda: opened
-    read = CORPORA[data.source](data)
+    read = corpus_of(data)
 
     def find() -> TokenCorpus | None:
         path = known_path(read, tokenizer, folder)
@@ -344,12 +350,14 @@ def _is_prepared(corpus: TokenCorpus | None, data: Data, seq_len: int | None, fo
 
 def _heartbeat_path(data: Data, tokenizer: Tokenizer, folder: Path) -> Path:
     if data.source != "prepared":
-        return identity_path(CORPORA[data.source](data), tokenizer, folder)
+        return identity_path(corpus_of(data), tokenizer, folder)
     return index_path(_open_prepared(data, tokenizer), data.validation_fraction, folder)
 
 
 def _name(data: Data) -> str:
-    return stream_name(data) if data.source == "hf" else ", ".join(data.paths)
+    if data.source in ("files", "prepared"):
+        return ", ".join(data.paths)
+    return stream_name(data) if data.source == "hf" else data.source
 
 
 def _open_stream(data: Data, seq_len: int) -> Sources:
@@ -382,7 +390,7 @@ def _warn_of_duplicates(data: Data, corpus: TokenCorpus) -> None:
     if not corpus.duplicates:
         return
     paths = Counter(os.path.realpath(p) if not is_url(p) else p for p in map(absolute, data.paths))
-    twice = [path for path, n in paths.items() if n > 1] if data.source != "hf" else []
+    twice = [path for path, n in paths.items() if n > 1] if data.source == "files" else []
     named = f"; data.paths names {', '.join(twice)} more than once" if twice else ""
     logger.warning(
         "%s: %d of %d documents are duplicates%s. Duplicates of held-out documents are held out "

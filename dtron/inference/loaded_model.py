@@ -57,9 +57,12 @@ def config_of(
     found = None if file else _config_file(weights)
     if not (file or found):
         words = ["model.size=initial", *words]
-    if found and "model.name" not in given:  # before anything is imported
-        named = RunConfig.load(found, words, sections=SECTIONS).model.name
-        check_named(found, named, "", "add model.name=")
+    if found:  # before anything is imported
+        own = RunConfig.load(found, words, sections=SECTIONS)
+        if "model.name" not in given:
+            check_named(found, own.model.name, "", "add model.name=")
+        if "data.source" not in given:
+            check_named(found, own.data.source, "", "add data.source=", "has the data source")
     config = RunConfig.load(file or found, words, fill_from_initial, sections=SECTIONS)
     model_spec(config.model.name)  # raises its error before ranks wait for each other
     degrees, train = config.degrees(world_size), config.train

@@ -1,13 +1,54 @@
-"""Import of objects that a config names as MODULE:NAME: code of the user."""
+"""Import of objects that a config names: as MODULE:NAME, or by entry points of packages."""
 
+import functools
 import importlib
 import os
 import sys
 import traceback
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
 from dtron.errors import ConfigError, nearest, shorten
+
+
+@functools.cache  # metadata of all packages is read; a run asks often
+def registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group of all installed packages, by short name."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        found[entry.name] = (*found.get(entry.name, ()), entry)
+    return found
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Return the package of an entry point, for messages."""
+    return f"package {entry.dist.name}" if entry.dist else "an installed package"
+
+
+def is_imported(name: str) -> bool:
+    """Whether a name is MODULE:NAME, so that using it runs code of the user."""
+    return ":" in name
+
+
+def import_named(key: str, name: str, group: str) -> tuple[str, Any] | None:
+    """Import MODULE:NAME, or what a package registers by this short name; None: no package does.
+
+    Args:
+        key: key of the config whose value is the name.
+        group: group of entry points `SHORT_NAME = "MODULE:NAME"`.
+    Returns:
+        (key and value, with which an error begins; the object).
+    Raises:
+        ConfigError: the import fails.
+    """
+    setting, target = f"{key} = {name}", name
+    if not is_imported(name):
+        if not (entries := registered(group).get(name)):
+            return None
+        target = entries[0].value
+        setting += f" (entry point {target} of {package_of(entries[0])})"
+    return setting, import_object(setting, target)
 
 
 def import_object(setting: str, name: str) -> Any:

@@ -206,8 +206,20 @@ _SHOWN = (
 )
 
 
+_SET = "validation_loss/"
+"""What the metrics of validation sets with names begin with."""
+
+
 def _line(row: Mapping[str, float | int | None]) -> str:
-    return "  ".join(form.format(v) for key, form in _SHOWN if (v := row.get(key)) is not None)
+    shown = {key: form.format(v) for key, form in _SHOWN if (v := row.get(key)) is not None}
+    sets = [
+        f"{key.removeprefix(_SET)} {value:.4f}"
+        for key, value in row.items()
+        if key.startswith(_SET) and value is not None
+    ]
+    if sets and "validation_loss" in shown:
+        shown["validation_loss"] += f" ({', '.join(sets)})"
+    return "  ".join(shown.values())
 
 
 def _remaining(row: Mapping[str, float | int | None], steps: int) -> str:

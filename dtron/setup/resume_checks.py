@@ -210,7 +210,7 @@ def check_data(
         changed.append(CONTENT)
     if ORDER in data and ORDER not in metadata.data and metadata.data:
         raise ConfigError(
-            f"data.{'hf_path' if config.data.source == 'hf' else 'paths'}: {checkpoint} was "
+            f"data.{_key_of_data(config)}: {checkpoint} was "
             "written by an earlier version of dtron, which held out other documents and trained on "
             "the rest in another order (or it trained on a stream); set "
             "checkpoint.allow_data_change=true to continue at the same sequence number of the new "
@@ -233,12 +233,17 @@ def check_data(
             )
         )
     else:
-        key, what = ("hf_path" if config.data.source == "hf" else "paths"), "other data"
+        key, what = _key_of_data(config), "other data"
     raise ConfigError(
         f"data.{key} = {getattr(config.data, key)!r}: {checkpoint} was trained with {what}; "
         "restore it, or set checkpoint.allow_data_change=true to continue at the same "
         "sequence number of the new data"
     )
+
+
+def _key_of_data(config: RunConfig) -> str:
+    """Return the key of `data` that names the data."""
+    return {"hf": "hf_path", "python": "source"}.get(config.data.source, "paths")
 
 
 def warn_of_changes(checkpoint: Location, config: RunConfig, metadata: CheckpointMetadata) -> None:

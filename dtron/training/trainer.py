@@ -23,7 +23,8 @@ from dtron.checkpoint.initial_weights import InitialWeights, load_initial
 from dtron.checkpoint.locations import location_of
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
-from dtron.data import Batch, Loader
+from dtron.data import Batch, DocumentSource, Loader
+from dtron.data.corpus.readers.custom import check_source
 from dtron.data.mixture import Mixture
 from dtron.data.sources import CONTENT
 from dtron.data.stream import merged
@@ -104,6 +105,8 @@ class Trainer:
         config: settings. Automatic keys without a value get their default, or `choose` sets them.
         choose: chooses automatic keys after the rendezvous (`dtron.plan.automatic.at_start`).
         callbacks: called in order after steps, validations and saves.
+        data: documents in place of those of `data.source`, on all ranks the same: see
+            `dtron.data.DocumentSource`.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
@@ -113,8 +116,12 @@ class Trainer:
         config: RunConfig,
         choose: Chooser | None = None,
         callbacks: Sequence[Callback] = (),
+        data: DocumentSource | None = None,
     ) -> None:
         _check_types(config, callbacks)
+        if data is not None:
+            check_source(data)
+            config = config.model_copy(update={"data": config.data.of_documents(data)})
         model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.fitted, self.callbacks = False, callbacks
         self._saved: SimpleQueue[Location] = SimpleQueue()

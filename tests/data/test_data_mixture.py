@@ -390,6 +390,30 @@ def test_a_mixture_is_written_and_read(tmp_path: Path) -> None:
     assert RunConfig.load(written) == config
 
 
+def test_keys_of_one_source_are_overridden(tmp_path: Path) -> None:
+    config = tmp_path / "mixture.toml"
+    sources = [
+        '[[data.mixture]]\nname = "web"\npaths = ["x"]',
+        'name = "code"\npaths = ["y"]\nepochs = 2',
+    ]
+    config.write_text("\n[[data.mixture]]\n".join(sources))
+    words = [
+        "data.mixture.web.weight=[0.7, 0.1]",
+        "data.mixture.code.epochs=",
+        "data.mixture_steps=[9]",
+    ]
+    web, code = RunConfig.load(config, words).data.mixture
+    assert (web.weight, web.paths, code.weight, code.epochs) == ((0.7, 0.1), ("x",), 1.0, None)
+    for word, message in {
+        "data.mixture.wep.weight=1": "no table has the name wep; did you mean web?",
+        "data.mixture.web=1": "write data.mixture.NAME.KEY=value, or",
+        "data.mixture.web.wait=1": "unknown key data.mixture.0.wait",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            RunConfig.load(config, [word])
+        assert message in str(error.value)
+
+
 def test_a_run_of_stages_and_epochs(
     tmp_path: Path, corpora: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
