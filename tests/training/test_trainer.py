@@ -1046,12 +1046,13 @@ def test_a_log_has_all_rows_with_total_and_remaining_time(tmp_path: Path, termin
         set_up_logging(Place(0, 0, 1), console)
         writer = MetricsWriter(tmp_path / "rows", NO_TRACKERS, console, 200, 0, True)
         writer.row({"step": 10, "loss": 2.5, "seconds": 0.5})
-        writer.row({"step": 200, "loss": 1.25, "validation_loss": 1.5, "seconds": 0.5})
+        sets = {"validation_loss": 1.5, "validation_loss/a": 1.0, "validation_loss/b": 2.0}
+        writer.row({"step": 200, "loss": 1.25, **sets, "seconds": 0.5})
         writer.close()
     shown = re.sub(r"\x1b\[[0-9;?]*\w", "", out.getvalue())
     lines = [line for line in shown.splitlines() if "training" not in line and "step" in line]
     assert "step  10/200  loss 2.5000" in lines[0]
-    assert "step 200/200  loss 1.2500  validation loss 1.5000" in lines[1]
+    assert "0  loss 1.2500  validation loss 1.5000 (a 1.0000, b 2.0000)" in lines[1]
     assert lines[0].endswith("ETA 0:01:35") != terminal
     assert "ETA" not in lines[1]
 
