@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from dtron.training.loss import IGNORE, count_labels
 from dtron.training.optim import update
 
 log = logging.getLogger("dtron")
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Tensor], Tensor]
 MOST_KEPT = 16
 """Steps whose batches are kept at most to repeat them; then the host waits for the device."""
 

@@ -155,8 +155,8 @@ def test_documents_begin_with_bos(bpe: Path) -> None:
     assert found.decode(text) == "the word"
     assert found.fingerprint != plain.fingerprint
     assert plain.bos_id is None
-    with pytest.raises(ConfigError, match=r"data\.bos_token = '<\|trun\|>' .* did you mean"):
-        load_tokenizer(section(tokenizer=str(bpe), bos_token="<|trun|>"))
+    with pytest.raises(ConfigError, match=r"data\.bos_token = '<\|turns\|>' .* did you mean"):
+        load_tokenizer(section(tokenizer=str(bpe), bos_token="<|turns|>"))
     with pytest.raises(ConfigError, match=r'bos_token .* no effect with data\.tokenizer = "byte"'):
         load_tokenizer(section(bos_token="<s>"))
 

@@ -121,7 +121,7 @@ def test_files_that_change_while_they_are_tokenized_are_refused(
 ) -> None:
     path, encode = Path(corpus["data__paths"][0]), tokenize.encode_documents
 
-    def grows(*given: Any) -> list[list[int]]:
+    def grows(*given: Any) -> Any:
         path.write_text(path.read_text() * 2)
         return encode(*given)
 

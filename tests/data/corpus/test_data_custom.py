@@ -3,7 +3,7 @@
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,14 @@ def of_kinds(data: Data) -> Items:
     """The lines of a JSONL file as texts, as rows, and as tokens of several types."""
     texts = [json.loads(line)["text"] for line in Path(data.paths[0]).read_text().splitlines()]
     ids = [TOKENIZER.encode(text) for text in texts]
-    kinds = [texts, [{"text": t} for t in texts], ids, map(np.uint16, ids), map(torch.tensor, ids)]
-    return Items([item for k, kind in enumerate(kinds) for item in list(kind)[k::5]])
+    kinds: list[Callable[[int], Any]] = [
+        lambda k: texts[k],
+        lambda k: {"text": texts[k]},
+        lambda k: ids[k],
+        lambda k: np.array(ids[k], np.uint16),
+        lambda k: torch.tensor(ids[k]),
+    ]
+    return Items([make(k) for n, make in enumerate(kinds) for k in range(n, len(texts), 5)])
 
 
 def of_paths(data: Data) -> Items:

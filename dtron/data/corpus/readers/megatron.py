@@ -12,7 +12,7 @@ PREFIX.idx, little-endian:
 Sequences follow each other in PREFIX.bin without gaps, as Megatron-Core writes them. All of this is
 checked while documents are read, so that none is lost or read twice.
 
-Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+Source: Megatron-LM, module megatron.core.datasets.indexed_dataset.
 """
 
 import os
@@ -116,7 +116,7 @@ class _Index:
         if not header.startswith(MAGIC):
             raise DataError(
                 f"{path}, byte 0: it does not begin with MMIDIDX, so it is no index of "
-                "Megatron-Core; write it with Megatron-Core's tools/preprocess_data.py"
+                "Megatron-Core; write it with Megatron-LM's preprocess_data"
             )
         found = file.seek(0, os.SEEK_END)
         if len(header) < _HEADER_BYTES:
