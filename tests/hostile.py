@@ -41,6 +41,7 @@ from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
 from dtron.setup.preflight import preflight
 from dtron.setup.rules import resolve
+from tests.data.corpus.test_data_megatron import write_megatron
 from tests.training.test_trainer import tiny
 
 CPU_SECONDS = 20
@@ -83,6 +84,12 @@ def make_gz(folder: Path) -> Path:
 def make_txt(folder: Path) -> Path:
     (folder / "data.txt").write_text(SENTENCE * 60)
     return folder / "data.txt"
+
+
+def make_tokens(folder: Path) -> Path:
+    """Of Megatron-Core."""
+    ids = list(SENTENCE.encode())
+    return write_megatron(folder / "data.idx", [[ids], [ids, ids]] * 9).with_suffix(".idx")
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -251,6 +258,8 @@ FORMATS: dict[str, Format] = {
     "jsonl": Format(make_jsonl, read_data),
     "gz": Format(make_gz, read_data),
     "txt": Format(make_txt, read_data),
+    "idx": Format(make_tokens, read_data),
+    "bin": Format(lambda folder: make_tokens(folder).with_suffix(".bin"), read_data),
     "tokenizer": Format(make_tokenizer, read_tokenizer),
     "index": Format(make_checkpoint, read_checkpoint, ("index.json",)),
     "facts": Format(make_checkpoint, read_checkpoint, ("dtron.json",)),

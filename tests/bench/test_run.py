@@ -38,13 +38,13 @@ QUICKSTART = ROOT / "configs/quickstart.toml"
 def test_a_point_only_trains(tmp_path: Path, profile_steps: int) -> None:
     file = tmp_path / "own.toml"
     file.write_text(
-        "[train]\nsample_tokens = 9\nsample_prompt = 'x'\neval_interval = 2\n"
+        "[train]\ntokens = 99\nsample_tokens = 9\nsample_prompt = 'x'\neval_interval = 2\n"
         "[metrics]\nprofile_start = 7\nprofile_steps = 2\n"
     )
     options = Options(ranks=1, warmup=4, steps=6, profile_steps=profile_steps)
     config, every = bench_config(file, ["parallel.zero=2"], options, tmp_path / "run")
     resolve(config, 1)  # nothing without effect is left
-    assert config.train.steps == 10 + profile_steps
+    assert (config.train.steps, config.train.tokens) == (10 + profile_steps, 0)
     assert config.metrics.profile_start == (11 if profile_steps else 0)
     assert config.parallel.zero == 2
     assert (config.checkpoint.last, config.train.sample_tokens) == (False, 0)

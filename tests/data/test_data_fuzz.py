@@ -1,4 +1,4 @@
-"""Random corpora from random sources: files, prepared folders, several of them, and URLs.
+"""Random corpora from random sources: files, prepared folders, URLs, Megatron-Core's files.
 
 Whatever the source and the number of ranks, sequences are those of the files on one rank; and an
 epoch with `packing = "pad"` holds each training document once. Each planted bug turns this red.
@@ -21,6 +21,7 @@ from dtron.data.corpus.documents import files_corpus
 from dtron.data.corpus.prepare import prepare_folder
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.io.filesystem import location
+from tests.data.corpus.test_data_megatron import write_megatron
 
 pytest.importorskip("fsspec")
 SEQ_LEN = 24
@@ -33,7 +34,7 @@ class Draw:
 
     seed: int
     source: str
-    """`files`, `prepared`, `folders` (two of them) or `store`."""
+    """`files`, `prepared`, `folders` (two of them), `store` or `megatron`."""
     packing: str
     mask_documents: bool
     fraction: float
@@ -48,7 +49,7 @@ def draw(seed: int) -> Draw:
     rng = random.Random(seed)
     return Draw(
         seed,
-        ("files", "prepared", "folders", "store")[seed % 4],
+        ("files", "prepared", "folders", "store", "megatron")[seed % 5],
         rng.choice(("cut", "best_fit", "pad")),
         rng.random() < 0.5,
         rng.choice((0.0, 0.1)),
@@ -76,6 +77,16 @@ def write_files(folder: Path, texts: list[str]) -> list[str]:
     return paths
 
 
+def write_tokens(folder: Path, texts: list[str]) -> list[str]:
+    """The same documents as Megatron-Core data sets; the second is read over a URL."""
+    half, encode = len(texts) // 2, ByteTokenizer().encode
+    a = write_megatron(folder / "a", [[encode(text)] for text in texts[:half]], "<u2")
+    b = write_megatron(
+        folder / "b", [[[*encode(t), 256] if t else []] for t in texts[half:]], "<i8"
+    )
+    return [str(a.with_suffix("")), f"file://{b.with_suffix('.idx')}"]
+
+
 def section(case: Draw, source: str, folder: Path) -> Data:
     """The data section of a source, which is prepared."""
     files = write_files(folder, texts_of(case.seed))
@@ -85,7 +96,9 @@ def section(case: Draw, source: str, folder: Path) -> Data:
         "validation_fraction": case.fraction,
         "cache_dir": str(folder / f"cache-{source}"),
     }
-    if source == "files":
+    if source == "megatron":
+        data = Data.model_validate({"paths": write_tokens(folder, texts_of(case.seed)), **keys})
+    elif source == "files":
         data = Data.model_validate({"paths": files, **keys})
     else:
         groups = [[file] for file in files] if source == "folders" else [files]

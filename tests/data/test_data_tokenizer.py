@@ -7,7 +7,8 @@ import pytest
 
 from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, trained_tokenizer
 from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
-from dtron.config import Data
+from dtron.config import Data, RunConfig
+from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.data.tokenizer import (
     ByteTokenizer,
     TokenDocument,
@@ -157,6 +158,9 @@ def test_documents_begin_with_bos(bpe: Path) -> None:
     assert plain.bos_id is None
     with pytest.raises(ConfigError, match=r"data\.bos_token = '<\|turns\|>' .* did you mean"):
         load_tokenizer(section(tokenizer=str(bpe), bos_token="<|turns|>"))
+    chats = RunConfig.of({"data": {"format": "chat", "packing": "pad", "bos_token": "<s>"}})
+    (message,) = broken_settings(Candidate(chats, 1))
+    assert message.startswith("data.bos_token = '<s>' has no effect without data.format = \"text\"")
     with pytest.raises(ConfigError, match=r'bos_token .* no effect with data\.tokenizer = "byte"'):
         load_tokenizer(section(bos_token="<s>"))
 

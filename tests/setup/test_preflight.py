@@ -456,6 +456,11 @@ def test_settings_without_effect_or_with_another_one_are_told(
         'parallel.ep_capacity = 3.0 has no effect: parallel.dispatcher is "all_to_all"'
     )
     assert not list(setting_warnings(config(**experts, dispatcher="symmetric_memory")))
+    sources = [{"name": name, "paths": ["x"], "weight": [1, 2, 3]} for name in "ab"]
+    data = {"mixture": sources, "mixture_steps": [99, 100]}
+    (found,) = setting_warnings(RunConfig.of({"data": data, "train": {"steps": 100}}))
+    assert found.startswith("data.mixture_steps: the run ends with step 100, so that the weights a")
+    assert found.endswith("after step 100 are not used")
     exchanged = RunConfig.of(
         {"parallel": {"reduce_by": "all_to_all"}, "train": {"dtype": "bfloat16"}}
     )
