@@ -333,8 +333,8 @@ def _why_not_open(path: Location, data: Data, tokenizer: Tokenizer) -> str:
         return f"has no {META}: dtron data prepare has not ended; run it again"
     if tokenizer_of(path) not in (tokenizer.fingerprint, None):
         return (
-            f"was made with another tokenizer than data.tokenizer = {data.tokenizer!r}; set it to "
-            "that of dtron data prepare"
+            f"was made with another tokenizer than data.tokenizer = {data.tokenizer!r}; set it, "
+            "data.eos_token and data.bos_token to those of dtron data prepare"
         )
     return "is damaged or of another version; delete it and run dtron data prepare again"
 

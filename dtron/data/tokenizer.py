@@ -274,7 +274,7 @@ def _bordered(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
         return ids
     before = [] if tokenizer.bos_id in (None, int(ids[0])) else [tokenizer.bos_id]
     after = [] if ids[-1] == tokenizer.eos_id else [tokenizer.eos_id]
-    return np.concatenate([before, ids, after]).astype(np.int64) if before or after else ids
+    return np.concatenate([np.array(x, np.int64) for x in (before, ids, after)])
 
 
 def _masked(tokenizer: Tokenizer, document: MaskedText, ids: list[int], spans: Spans) -> list[int]:

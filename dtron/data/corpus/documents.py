@@ -283,11 +283,11 @@ def read_parquet_part(part: Part, reading: Reading) -> Iterator[Document]:
 def read_tokens(part: Part, reading: Reading) -> Iterator[TokenDocument]:
     """Yield the documents that begin in a part of a Megatron-Core file of tokens."""
     most_mb = reading.data.max_document_mb
-    for document in read_megatron(part.path, part.start, part.end):
-        if document.ids.nbytes > most_mb * MB:
-            reading.refuse(_too_long(document.name, most_mb))
-        else:
-            yield document
+
+    def refuse(name: str) -> None:
+        reading.refuse(_too_long(name, most_mb))
+
+    yield from read_megatron(part.path, part.start, part.end, round(most_mb * MB), refuse)
 
 
 _ONE_PER_LINE = "; write one JSON object per line, as jq -c '.' does, or jq -c '.[]' of a list"

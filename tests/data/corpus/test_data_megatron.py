@@ -13,6 +13,7 @@ import pytest
 from dtron.config import Data
 from dtron.data import identity_of, load_tokenizer, prepare
 from dtron.data.command import main
+from dtron.data.corpus.documents import Reading, files_corpus
 from dtron.data.corpus.readers.megatron import TYPES, read_megatron
 from dtron.data.sources import open_corpus_and_index
 from dtron.errors import DataError
@@ -101,7 +102,8 @@ def test_parts_have_each_document_once(tmp_path: Path) -> None:
     size = path.stat().st_size
     for step in (1, 2, 7, 64, size):
         bounds = [(start, min(start + step, size)) for start in range(0, size, step)]
-        found = [doc.ids.tolist() for a, b in bounds for doc in read_megatron(str(path), a, b)]
+        parts = [read_megatron(str(path), a, b, 1 << 40, pytest.fail) for a, b in bounds]
+        found = [document.ids.tolist() for part in parts for document in part]
         assert found == [[n for sequence in document for n in sequence] for document in documents]
 
 
@@ -165,6 +167,8 @@ def test_what_cannot_be_read_may_be_left_out(tmp_path: Path) -> None:
         tmp_path / "out",
     )
     assert main(["prepare", "--paths", str(path), "--out", str(out), "--on-error", "skip"]) == 0
+    data = data_of(tmp_path, path, max_document_mb=5e-6)
+    assert [x.ids.tolist() for x in files_corpus(data).documents(Reading(data, True))] == [[6]]  # type: ignore[union-attr]
     data = data_of(tmp_path, out, source="prepared", validation_fraction=0)
     corpus, _ = open_corpus_and_index(data)
     assert corpus.tokens[: len(corpus.tokens)].tolist() == [1, 2, 3, 256, 6, 256]

@@ -17,7 +17,7 @@ Source: Megatron-LM, module megatron.core.datasets.indexed_dataset.
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -34,9 +34,14 @@ _HEADER_BYTES = len(MAGIC) + 8 + 1 + 16
 _BLOCK_DOCUMENTS = 4096
 
 
-def read_megatron(path: str, start: int, end: int) -> Iterator[TokenDocument]:
+def read_megatron(
+    path: str, start: int, end: int, most: int, refuse: Callable[[str], None]
+) -> Iterator[TokenDocument]:
     """Yield the documents that begin in bytes [start, end) of PREFIX.bin.
 
+    Args:
+        most: bytes of the largest document to read.
+        refuse: called with the name of a larger one, which is left out.
     Raises:
         DataError: a file is damaged or cannot be read; it names the file and the byte.
     """
@@ -49,25 +54,34 @@ def read_megatron(path: str, start: int, end: int) -> Iterator[TokenDocument]:
             last = index.first_from(end) if end < size else index.n_documents
             for block in range(first, last, _BLOCK_DOCUMENTS):
                 stop = min(block + _BLOCK_DOCUMENTS, last)
-                yield from _read_block(tokens, index, block, index.offsets(block, stop))
+                offsets = index.offsets(block, stop)
+                yield from _read_block(tokens, index, block, offsets, most, refuse)
     except OSError as error:
         named = str(error.filename or path)
         raise DataError(f"{named}: {cause_of(error, named)}") from None
 
 
 def _read_block(
-    tokens: BinaryIO, index: "_Index", first: int, offsets: np.ndarray
+    tokens: BinaryIO,
+    index: "_Index",
+    first: int,
+    offsets: np.ndarray,
+    most: int,
+    refuse: Callable[[str], None],
 ) -> Iterator[TokenDocument]:
     tokens.seek(int(offsets[0]))
-    for number, size in enumerate(np.diff(offsets).tolist(), first):
-        at = tokens.tell()
+    for number, size in enumerate(np.diff(offsets).tolist(), first + 1):
+        at, name = tokens.tell(), f"{index.tokens}, document {number:,}"
+        if size > most:
+            refuse(name)
+            tokens.seek(at + size)
+            continue
         content = tokens.read(size)
         if len(content) != size:
             raise DataError(
                 f"{index.tokens}, byte {at + len(content)}: truncated while it was read"
             )
-        ids = np.frombuffer(content, index.dtype)
-        yield TokenDocument(ids, f"{index.tokens}, document {number + 1:,}", at)
+        yield TokenDocument(np.frombuffer(content, index.dtype), name, at)
 
 
 @dataclass(frozen=True)
