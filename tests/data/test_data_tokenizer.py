@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, trained_tokenizer
 from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
@@ -17,6 +19,8 @@ from dtron.data.tokenizer import (
     load_tokenizer,
 )
 from dtron.errors import CheckpointError, ConfigError, DataError
+from dtron.training.evaluation import sample_text
+from tests.harness import run_ranks
 
 
 def section(**settings: object) -> Data:
@@ -142,8 +146,22 @@ def test_documents_end_with_eos_and_blank_ones_are_empty() -> None:
     assert encode_documents(ByteTokenizer(), ["ab", "", " \n"]) == [[97, 98, 256], [], []]
 
 
+def tokens_of_prompt(path: str) -> list[int]:
+    """On one rank: what the model reads of a prompt, with BOS."""
+    tokenizer, seen = load_tokenizer(section(tokenizer=path, bos_token="<|turn|>")), []
+
+    def next_logits(tokens: Tensor, index: int) -> Tensor:
+        seen.append(tokens[0, : index + 1].tolist())
+        return torch.arange(300) == tokenizer.eos_id
+
+    shape, device = (1, 16), torch.device("cpu")
+    keys = {"n_tokens": 2, "batch_shape": shape, "device": device, "seed": 0, "temperature": 0.0}
+    assert sample_text(next_logits, tokenizer, prompt="the word", **keys) == "the word"
+    return seen[0]
+
+
 def test_documents_begin_with_bos(bpe: Path) -> None:
-    """Texts and tokens do, once; the cache is another one; the sampled text begins with it too."""
+    """Texts and tokens do, once; the cache is another one; prompts begin with it too."""
     plain = load_tokenizer(section(tokenizer=str(bpe)))
     found = load_tokenizer(section(tokenizer=str(bpe), bos_token="<|turn|>"))
     turn, eos = found.bos_id, found.eos_id
@@ -152,6 +170,7 @@ def test_documents_begin_with_bos(bpe: Path) -> None:
     documents = ["the word", "", *(TokenDocument(np.array(x, np.int32), "x") for x in tokens)]
     text, *others = (list(ids) for ids in encode_documents(found, documents))
     assert text == [turn, *plain.encode("the word"), eos]
+    assert run_ranks(1, tokens_of_prompt, str(bpe)) == [text[:-1]]
     assert others == [[], [turn, 8, 9, eos], [turn, 8, eos], []]
     assert found.decode(text) == "the word"
     assert found.fingerprint != plain.fingerprint
