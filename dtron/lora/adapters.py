@@ -34,22 +34,25 @@ from dtron.kernels.grouped import grouped_matmul
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
+from dtron.models.flops import FlopsModel
+from dtron.models.router import routers
 from dtron.parallelisms.placement import contains, present
 
-_FACTORS = ("lora_a", "lora_b")
+ADAPTERS = ("lora_a", "lora_b")
+"""Ends of the FQNs of the factors A and B."""
 Initializer = Callable[[str, Tensor, torch.Generator], None]
 
 
 def is_adapter(fqn: str) -> bool:
     """Whether a parameter is a factor of an adapter."""
-    return fqn.endswith(_FACTORS)
+    return fqn.endswith(ADAPTERS)
 
 
 def factors(weight: str) -> tuple[str, str]:
     """Return the FQNs of the factors A and B of the adapter of a weight with this FQN."""
     path, _, name = weight.rpartition(".")
     prefix = f"{path}." if name == "weight" else f"{weight}_"
-    return f"{prefix}{_FACTORS[0]}", f"{prefix}{_FACTORS[1]}"
+    return f"{prefix}{ADAPTERS[0]}", f"{prefix}{ADAPTERS[1]}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Adapted:
 
     @property
     def name(self) -> str:
-        """FQN that the patterns of `lora.modules` select: of the layer, or of the experts' matrix."""
+        """FQN that patterns of `lora.modules` select: of the layer, or of the experts' matrix."""
         return self.weight.removesuffix(".weight")
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -91,7 +94,9 @@ def adaptable(model: nn.Module, spec: ModelSpec) -> Iterator[Adapted]:
 
 
 def chosen(model: nn.Module, spec: ModelSpec, settings: Lora) -> list[Adapted]:
-    """Return the matrices that get an adapter, in the model's order."""
+    """Return the matrices that get an adapter, in the model's order; none without `lora.rank`."""
+    if not settings.rank:
+        return []
     return [each for each in adaptable(model, spec) if _selects(settings.modules, each.name)]
 
 
@@ -131,6 +136,11 @@ def n_adapter_parameters(
     return round(total)
 
 
+def flops_model(name: str, model: DecoderConfig, settings: Lora) -> FlopsModel:
+    """Return the sizes that determine the FLOPs of a run's model, with adapters if it has any."""
+    return FlopsModel.of(model, n_adapter_parameters(name, model, settings, active=True))
+
+
 def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[str]:
     """Yield an error for each pattern of `lora.modules` that selects nothing."""
     names = [each.name for each in _adaptable(name, model)] if settings.modules else []
@@ -145,11 +155,13 @@ def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[s
 
 
 def attach(model: nn.Module, spec: ModelSpec, settings: Lora) -> None:
-    """Freeze all parameters of an unsharded model and give it adapters, in place.
+    """Freeze an unsharded model, also the routers' biases, and give it adapters, in place.
 
     Call it after the conversion to float8, which replaces modules.
     """
     model.requires_grad_(False)
+    for router in routers([model]):
+        router.bias_speed = 0.0
     for each in chosen(model, spec, settings):
         path, _, matrix = each.weight.rpartition(".")
         module, weight = model.get_submodule(path), model.get_parameter(each.weight)
@@ -166,7 +178,7 @@ def attach(model: nn.Module, spec: ModelSpec, settings: Lora) -> None:
 def conversion(
     convert: Callable[[nn.Module], None] | None, spec: ModelSpec, settings: Lora
 ) -> Callable[[nn.Module], None] | None:
-    """Return the pass `Passes.convert`: `convert` (to float8), if any, and then adapters, if any."""
+    """Return the pass `Passes.convert`: `convert` (to float8) and then adapters, if any."""
     if not settings.rank:
         return convert
 
@@ -199,10 +211,10 @@ def initializer(fill: Initializer) -> Initializer:
     """Return an initializer that draws A as nn.Linear does, B as zeros, and others with `fill`."""
 
     def filled(fqn: str, full: Tensor, generator: torch.Generator) -> None:
-        if fqn.endswith(_FACTORS[0]):
+        if fqn.endswith(ADAPTERS[0]):
             bound = full.shape[-1] ** -0.5
             full.uniform_(-bound, bound, generator=generator)
-        elif fqn.endswith(_FACTORS[1]):
+        elif fqn.endswith(ADAPTERS[1]):
             full.zero_()
         else:
             fill(fqn, full, generator)
@@ -236,15 +248,15 @@ def low_rank_sum(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> 
 
 def _add_to_experts(experts: Any, name: str, x: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
     """Add the products of the adapters of a matrix to the experts' results: (R, K) -> (R, N)."""
-    if not hasattr(experts, f"{name}_{_FACTORS[0]}"):
+    if not hasattr(experts, f"{name}_{ADAPTERS[0]}"):
         return out
-    a, b = (experts.own(f"{name}_{factor}") for factor in _FACTORS)
+    a, b = (experts.own(f"{name}_{factor}") for factor in ADAPTERS)
     narrow = grouped_matmul(x, a, offsets) * experts.lora_scale
     return out + grouped_matmul(narrow, b, offsets)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return a region of a weight with its adapter: (..., n, k) + scale b (..., n, r) a (..., r, k).
+    """Return weight (..., n, k) + scale b (..., n, rank) a (..., rank, k), also of a region.
 
     It is computed in float32 at least, and returned in the weight's dtype.
     """

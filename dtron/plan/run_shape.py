@@ -7,9 +7,10 @@ from typing import Any
 from dtron.config import DEGREES, MOMENTS, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
+from dtron.lora.adapters import flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig
-from dtron.models.flops import FlopsModel, flops_per_token
+from dtron.models.flops import flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
@@ -284,7 +285,8 @@ class Resolved(Candidate):
 
     def flops(self) -> dict[str, float]:
         """Return FLOPs per token, by how attention is counted: full or causal."""
-        sizes, length = FlopsModel.of(self.model_of(self.config)), self.config.train.seq_len
+        name, length = self.config.model.name, self.config.train.seq_len
+        sizes = flops_model(name, self.model_of(self.config), self.config.lora)
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 

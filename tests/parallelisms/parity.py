@@ -35,7 +35,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtron.config import Compile, Data, Float8, Lora, Model, Optim, Parallel, Recompute, RunConfig, Train
+from dtron.config import (
+    Compile,
+    Data,
+    Float8,
+    Lora,
+    Model,
+    Optim,
+    Parallel,
+    Recompute,
+    RunConfig,
+    Train,
+)
 from dtron.data import Batch, TrainingSource
 from dtron.data.best_fit_packing import PackedGroups, count_sequences
 from dtron.data.corpus.document_index import DocumentIndex, Documents, documents_of
