@@ -110,7 +110,7 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     for place, each in enumerate(listed):
         times = gathers(run, each, place == len(listed) - 1)
         for axis, shard, sent, (ranks, inside) in _shared(run, each, domain):
-            padded = shard * ranks
+            padded = shard * ranks  # elements with a gradient
             yield Collective(axis, "all_gather", sent * ranks, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
             size = padded * (run.element if by_all_to_all else run.reduce_element)
@@ -139,16 +139,18 @@ def _name(run: Resolved, axes: Sequence[Degree]) -> str:
 def _shared(
     run: Resolved, each: Unit, domain: int
 ) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
-    """Yield (axis, elements of a shard, bytes of the shard in an all-gather, result of `group`).
+    """Yield (axis, elements of a shard that have a gradient, bytes of the shard in an all-gather,
+    result of `group`).
 
     One item is for a unit's dense part, and one for its experts on a separate mesh.
     """
     (_, dense), (_, experts) = gathered_bytes(run, each)
     ranks = group(run, ("dp_shard", "cp"), domain)
-    yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense, ranks
+    (_, trained), (_, trained_experts) = each.gradients
+    yield _name(run, FSDP_AXES), trained, dense, ranks
     if each.experts_gathered:
         ranks = expert_group(run, "edp_shard", domain)
-        yield "edp_shard", each.experts_shard, experts, ranks
+        yield "edp_shard", trained_experts, experts, ranks
 
 
 def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
@@ -364,6 +366,8 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
     for axes, kind, size in found:
         ranks, inside = group(run, axes, domain)
         yield Collective(_name(run, axes), kind, size, 1, "step", ranks, inside)
+    etp, size = run.experts["etp"], 4.0 * sum(u.partial_experts_shard for u in held(run, rank))
+    yield Collective("etp", "all_reduce", size, 1, "step", etp, min(etp, domain))
 
 
 def muon_collectives(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
@@ -386,7 +390,7 @@ def _tied(run: Resolved, rank: int) -> float:
 
     Such weights are a tied head, or the embedding that multi-token prediction also reads.
     """
-    if not (run.model.tied or run.model.mtp):
+    if not (run.model.tied or run.model.mtp) or run.config.lora.rank:
         return 0.0
     holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}
     if rank not in holders or len(holders) == 1:

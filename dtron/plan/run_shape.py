@@ -7,7 +7,7 @@ from typing import Any
 from dtron.config import DEGREES, MOMENTS, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
-from dtron.lora.adapters import flops_model
+from dtron.lora.adapters import adapters, factors, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import flops_per_token
@@ -261,6 +261,23 @@ class Resolved(Candidate):
             found = [name.removeprefix(block) for name in names if name.startswith(block)]
             outside = pattern.partition("{")[0]
             self.memo[key] = frozenset(n for n in found if block or not n.startswith(outside))
+        return self.memo[key]
+
+    def adapters(self, layer: int | None) -> frozenset[str]:
+        """Return the FQNs of the factors of a block's adapters, relative to the block.
+
+        `layer` None: outside of blocks, where there are none.
+        """
+        key = ("adapters", layer)
+        if key not in self.memo:
+            name, lora, found = self.config.model.name, self.config.lora, frozenset[str]()
+            if lora.rank and layer is not None:
+                block = model_spec(name).layer.format(layer) + "."
+                own = [x for x in adapters(name, self.model, lora) if x.weight.startswith(block)]
+                found = frozenset(
+                    fqn.removeprefix(block) for each in own for fqn in factors(each.weight)
+                )
+            self.memo[key] = found
         return self.memo[key]
 
     def gathered_in_float8(self, layer: int | None) -> frozenset[str]:
