@@ -197,13 +197,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
     if stage.embedding:
         yield made(kind, model.dim, 1)
-        yield made(other, model.dim, 1 if other else 0)
+        trained = not run.config.lora.rank  # a frozen embedding needs no gradient of its output
+        yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
         predictions = 1 + model.mtp
         yield made(kind, model.dim, predictions)
         yield made(other, model.dim, predictions if other else 0)
         yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
-        yield made(other, model.dim * model.mtp, 1 if other else 0)
+        yield made(other, model.dim * model.mtp, 1 if other and not run.config.lora.rank else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
