@@ -4,8 +4,9 @@
 
 The factors are parameters of the module that has W, so that they are sharded, gathered, saved and
 drawn like all others: `lora_a` and `lora_b` of a linear layer; of a matrix of stacked experts, such
-as `up`, `up_lora_a` (E, rank, K) and `up_lora_b` (E, N, rank). They are float32 like other weights,
-and their products are in the dtype of computation, also where W is multiplied in float8.
+as `up`, `up_lora_a` (E, rank, K) and `up_lora_b` (E, N, rank). They are float32 like other
+weights that are trained, and their products are in the dtype of computation, also where W is
+multiplied in float8. Frozen weights are kept in the dtype of computation.
 
 A's product with x is added to W x by a hook, before the hooks of tensor parallelism: of a weight
 split by rows (colwise) B is split too, of one split by columns (rowwise) A is, and the other factor
@@ -154,10 +155,16 @@ def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[s
             )
 
 
-def attach(model: nn.Module, spec: ModelSpec, settings: Lora) -> None:
+def attach(
+    model: nn.Module, spec: ModelSpec, settings: Lora, dtype: torch.dtype | None = None
+) -> None:
     """Freeze an unsharded model, also the routers' biases, and give it adapters, in place.
 
     Call it after the conversion to float8, which replaces modules.
+
+    Args:
+        dtype: dtype in which frozen weights are kept, that of computation: without updates, a
+            float32 copy has no use. None: as they are. Adapters keep the dtype of the weights.
     """
     model.requires_grad_(False)
     for router in routers([model]):
@@ -173,10 +180,16 @@ def attach(model: nn.Module, spec: ModelSpec, settings: Lora) -> None:
             module.register_forward_hook(_add_to_linear)
         else:
             module.adapt = _add_to_experts  # type: ignore[assignment]
+    for parameter in model.parameters():
+        if dtype is not None and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def conversion(
-    convert: Callable[[nn.Module], None] | None, spec: ModelSpec, settings: Lora
+    convert: Callable[[nn.Module], None] | None,
+    spec: ModelSpec,
+    settings: Lora,
+    dtype: torch.dtype,
 ) -> Callable[[nn.Module], None] | None:
     """Return the pass `Passes.convert`: `convert` (to float8) and then adapters, if any."""
     if not settings.rank:
@@ -185,7 +198,7 @@ def conversion(
     def apply(model: nn.Module) -> None:
         if convert is not None:
             convert(model)
-        attach(model, spec, settings)
+        attach(model, spec, settings, dtype)
 
     return apply
 

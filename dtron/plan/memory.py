@@ -147,7 +147,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     classes: dict[str, float] = {**replay.at_peak(run, rank)}
     # The replay leaves out the norm before a tied head.
     hidden = sum(unit.hidden_shard for unit in held(run, rank))
-    classes["parameters"] = 4.0 * shard
+    classes["parameters"] = 4.0 * trained + run.frozen_element * (shard - trained)
     classes["optimizer"] = float(
         sum(run.moments(False)) * (trained - hidden) + sum(run.moments(True)) * hidden
     )
@@ -211,8 +211,10 @@ def _buffers(run: Resolved, rank: int) -> float:
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """Return the all-gathers of a unit: of its dense part and of its experts, if sharded."""
     casts = run.element < 4  # float32 is sent without a cast
+    if run.frozen_element < 4:
+        casts *= unit.trained_shard / max(1, unit.shard)
     shared = [(whole, part) for whole, part in gathered_bytes(run, unit) if part < whole]
-    return tuple((whole, part * casts) for whole, part in shared)
+    return tuple((whole, int(part * casts)) for whole, part in shared)
 
 
 def _reduction_sums(run: Resolved, stage: Stage) -> int:

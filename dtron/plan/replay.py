@@ -92,7 +92,7 @@ class _UnitMemory:
     groups: list[_ParameterGroup]
     """The dense part, and experts on a separate mesh."""
     shards: list[int]
-    """Elements of each parameter's shard."""
+    """Bytes of each parameter's shard."""
     kept: list[int]
     """Tensors kept on the device for the backward."""
     moved: list[int]
@@ -219,7 +219,7 @@ class _Replay:
 
     def take_weights(self) -> None:
         for shard in self._shards():
-            self.pool.take(4 * shard, "parameters")
+            self.pool.take(shard, "parameters")
 
     def take_moments(self) -> None:
         for unit in (unit for listed in self.stages.values() for unit in listed):
@@ -509,7 +509,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         each_size = sizes(run, unit.kind, layer if is_layer else None)
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
-            [each.shard for each in each_size],
+            [each.shard * (4 if each.trained else run.frozen_element) for each in each_size],
             kept,
             moved,
             again,

@@ -140,6 +140,11 @@ class Resolved(Candidate):
         return ELEMENT[self.config.train.dtype]
 
     @property
+    def frozen_element(self) -> int:
+        """Bytes per element in which frozen weights are kept; 4 without frozen weights."""
+        return self.element if self.config.lora.rank else 4
+
+    @property
     def reduce_element(self) -> int:
         """Bytes per element in the dtype of reductions."""
         return ELEMENT[self.config.parallel.reduce_dtype]

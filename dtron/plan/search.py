@@ -482,7 +482,7 @@ def _least_bytes(
     frozen = config.lora.rank > 0  # adapters are small
     whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
     moments = 1 if optim.name == "muon" else MOMENTS[optim.name]
-    own = 4.0 if frozen else 8.0 + moments * ELEMENT[optim.moments]
+    own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments * ELEMENT[optim.moments]
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"

@@ -322,7 +322,7 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     back = {k: share * (s.inputs + s.weights) for k, s in computed.items()}
     sent = [part for u in held(run, rank) for part in gathered_bytes(run, u)]
     whole, part = (sum(n_bytes) for n_bytes in zip(*sent, strict=True))
-    shard = sum(u.shard for u in held(run, rank))
+    shard = sum(u.trained_shard for u in held(run, rank))  # frozen weights need no cast
     out = 2 * whole / hardware.copy
     cast = 4 * shard + part if run.element < 4 else 0
     copied_in = (cast + 2 * part) / hardware.copy if sum(again.values()) else 0.0

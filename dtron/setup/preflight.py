@@ -260,11 +260,11 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     """
     moments = MOMENTS[config.optim.name] * DTYPES[config.optim.moments].itemsize
     copies = config.degrees(place.world_size)["dp_replicate"]
-    weights = trained = n_parameters(model)
+    trained, frozen = n_parameters(model), 0
     if config.lora.rank:
-        trained = n_adapter_parameters(config.model.name, model, config.lora)
-        weights += trained
-    every = 4 * weights + (4 + moments) * trained  # weights and gradients are float32
+        frozen, trained = trained, n_adapter_parameters(config.model.name, model, config.lora)
+    # Trained weights and gradients are float32, frozen weights as in computation.
+    every = (4 + 4 + moments) * trained + DTYPES[config.train.dtype].itemsize * frozen
     needed = every * copies * place.local_world_size / place.world_size
     what = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "

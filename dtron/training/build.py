@@ -124,8 +124,9 @@ class ModelBuilder:
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:
         plan, spec = self.setup.float8, model_spec(self.config.model.name)
-        convert = plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
-        return adapters.conversion(convert, spec, self.config.lora)
+        dtype = DTYPES[self.config.train.dtype]
+        convert = plan.converter(self.mesh, dtype) if plan else None
+        return adapters.conversion(convert, spec, self.config.lora, dtype)
 
     def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
         plan = self.setup.float8

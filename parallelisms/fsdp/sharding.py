@@ -87,10 +87,10 @@ def shard(
             group that contains them, otherwise with the root.
     """
     policy = Policy.of(parallel, mesh)
-    stored = next((p.dtype for p in model.parameters()), dtype)  # a stage may have no parameters
+    stored = {p.dtype for p in model.parameters()}  # a stage may have no parameters
     precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == stored else dtype,
-        reduce_dtype=None if stored == torch.float64 else DTYPES[parallel.reduce_dtype],
+        param_dtype=None if stored <= {dtype} else dtype,
+        reduce_dtype=None if torch.float64 in stored else DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # the embedding casts activations; rotary tables stay float32
     )
     device_mesh = _data_mesh(mesh)

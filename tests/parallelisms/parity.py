@@ -701,7 +701,7 @@ def mesh_of(case: Case) -> Mesh:
 
 def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
     """The model by the passes of the Trainer."""
-    spec, float8 = MODELS[case.model], case.plan()
+    spec, float8, dtype = MODELS[case.model], case.plan(), DTYPES[case.dtype]
     rows = spec.placements(config, case.parallel.sequence_parallel)
     with torch.device("meta"):
         model = build(case, config, mesh.device_type)
@@ -716,7 +716,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         compile=case.compile,
         init=(SEED, initializer(case, config)),
         convert=conversion(
-            float8.converter(mesh, DTYPES[case.dtype]) if float8 else None, spec, case.lora
+            float8.converter(mesh, dtype) if float8 else None, spec, case.lora, dtype
         ),
         vocabulary=spec.vocabulary(config),
         layout=layout,
