@@ -63,10 +63,7 @@ class _ParameterGroup:
     weights: list[int]
     """Size of each trained parameter's unsharded gradient, in the dtype of computation."""
     columns: list[bool]
-    """Whether each gathered parameter is sharded on another dim than dim 0, and so copied once
-    more."""
-    turned: list[bool]
-    """The same of each gradient in `weights`; frozen parameters have none."""
+    """Whether each of `weights` is sharded on another dim than dim 0, and so copied once more."""
     sent: int
     """Size of a reduction's send buffer."""
     shared: bool
@@ -76,7 +73,9 @@ class _ParameterGroup:
     shard: int = 0
     """Size of the reduced gradients in float32, which are on another stream."""
     gathered: list[int] = field(default_factory=list)
-    """Size of each gathered parameter."""
+    """Size of each gathered parameter, also of frozen ones; empty: as `weights`."""
+    gathered_columns: list[bool] = field(default_factory=list)
+    """As `columns`, of each of `gathered`; empty: as `columns`."""
     out: list[Block] = field(default_factory=list)
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
@@ -126,10 +125,10 @@ class _UnitMemory:
             sizes = getattr(self, name)
             setattr(self, name, [sum(sizes)] if sizes else [])
         for group in self.groups:
-            if group.shared and not any(group.columns):
-                total = sum(group.weights)
-                group.weights, group.turned = ([total], [False]) if total else ([], [])
-                group.gathered, group.columns = [sum(group.gathered)], [False]
+            if group.shared and not any((*group.columns, *group.gathered_columns)):
+                gathered, total = sum(group.gathered or group.weights), sum(group.weights)
+                group.weights, group.columns = ([total], [False]) if total else ([], [])
+                group.gathered, group.gathered_columns = [gathered], [False]
 
 
 @dataclass(eq=False)
@@ -423,7 +422,7 @@ class _Replay:
             self._reshard(group)
         if self.pending is not None:
             self._free([self.pending])
-        for place, turned in enumerate(group.turned):
+        for place, turned in enumerate(group.columns):
             if turned:
                 (copy,) = self._take([n_bytes[place]], "reduction")
                 self._free([made[place]])
@@ -439,7 +438,8 @@ class _Replay:
             if group.out:
                 continue
             passing: list[Block] = []
-            for size, turned in zip(group.gathered, group.columns, strict=True):
+            sizes, columns = group.gathered or group.weights, group.gathered_columns
+            for size, turned in zip(sizes, columns or group.columns, strict=True):
                 if not group.shared:  # cast, then copied; a cast is freed after the next cast
                     before, passing = passing, self._take([size], "gathered")
                     self._free(before)
@@ -572,17 +572,20 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
         trained = [each for each in own if each.trained]
         whole = sum(each.gathered for each in trained)
         weights = [run.element * each.gathered for each in trained]
-        turned = [each.columns for each in trained]
         gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
         ranks = run.experts["edp_shard"] if separate else run.shards
         if own:
-            columns = [each.columns for each in own]
-            alone = run.keeps_experts if separate else run.keeps_dense
-            sums = 4 * sum(each.shard for each in trained)
-            sent = run.sent_element * whole
-            shared = ranks > 1
             found.append(
-                _ParameterGroup(weights, columns, turned, sent, shared, alone, sums, gathered)
+                _ParameterGroup(
+                    weights,
+                    [each.columns for each in trained],
+                    sent=run.sent_element * whole,
+                    shared=ranks > 1,
+                    alone=run.keeps_experts if separate else run.keeps_dense,
+                    shard=4 * sum(each.shard for each in trained),
+                    gathered=gathered,
+                    gathered_columns=[each.columns for each in own],
+                )
             )
     return found
 
