@@ -13,7 +13,7 @@ split by rows (colwise) B is split too, of one split by columns (rowwise) A is, 
 is replicated. No collective is added to a forward or backward: the replicated factor's gradient is
 a partial sum, which is reduced once per step (`placement.LOW_RANK`, `expert_parallel.WIDTHS`).
 
-Saved for the backward: x, once for all layers that read it, and A x. A frozen W saves nothing.
+Saved for the backward: x, once for all layers that read it, and A x; a frozen W needs no x.
 
 Sources: LoRA, arXiv:2106.09685; rank-stabilised scale, arXiv:2312.03732.
 """
@@ -144,7 +144,10 @@ def flops_model(name: str, model: DecoderConfig, settings: Lora) -> FlopsModel:
 
 def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[str]:
     """Yield an error for each pattern of `lora.modules` that selects nothing."""
-    names = [each.name for each in _adaptable(name, model)] if settings.modules else []
+    names = [each.name for each in _adaptable(name, model)]
+    if not names:
+        yield f"lora.rank = {settings.rank}: no block of model.name = {name} has a linear layer"
+        return
     for pattern in settings.modules:
         if not any(contains(pattern, each) for each in names):
             yield (

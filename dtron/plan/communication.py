@@ -124,10 +124,12 @@ def gathers(run: Resolved, unit: Unit, last: bool) -> int:
     """Return the number of all-gathers of a unit per step.
 
     The number is 1 if weights stay gathered for the step; else 2 per micro-batch, but 1 per
-    micro-batch for the root unit and, without a pipeline, for the last unit.
+    micro-batch for the root unit, a frozen embedding and, without a pipeline, for the last unit.
     """
     if run.policy.keep_gathered:
         return 1
+    if unit.kind == "embedding" and run.config.lora.rank:
+        return run.micro_batches
     stays = unit.name == "root" or (run.layout is None and last)
     return run.micro_batches * (1 if stays else 2)
 

@@ -209,10 +209,12 @@ def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
     Args:
         order: FSDP units in the order of the forward, each followed by the units gathered with it.
     """
+    # A frozen embedding has no backward, which would free it again.
+    frozen = not any(p.requires_grad for unit in order[:1] for m in unit for p in m.parameters())
     for i, (module, *others) in enumerate(order):
         assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
         ahead = [m for unit in order[i + 1 : i + 1 + depth] for m in unit]
-        behind = [m for unit in reversed(order[max(0, i - depth) : i]) for m in unit]
+        behind = [m for unit in reversed(order[max(frozen, i - depth) : i]) for m in unit]
         module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
         # An empty list would turn on FSDP's default, which under accumulation gathers the last unit
         # of the previous micro-batch. Prefetching the unit itself, already gathered, is free.
