@@ -440,14 +440,20 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_there_and_back_keeps_every_bit": "3",
     },
     "checkpoints/test_stores.py": {
-        "test_a_kill_inside_a_save": "^index|^latest",
+        "test_a_kill_inside_a_save": "^index",
         "test_requests_that_fail_once_cost_nothing": "0",
     },
     "checkpoints/test_locations.py": {
         "test_a_run_that_dies_while_its_last_checkpoint_is_copied": "False-True|True-False",
     },
+    "faults/test_entry.py": {
+        "test_a_signal_before_training_is_one_line": "^2-0$|^15-5$",
+    },
     "faults/test_guards.py": {
         "test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^experts.*poisoned|^embed.*spiking",
+    },
+    "faults/test_soak.py": {  # kills and restarts as test_restarts.py, test_attempts.py and others
+        "test_a_short_soak": NONE,
     },
     "faults/test_hangs.py": {
         "test_a_rank_that_stops_at_the_start_is_named": "^process.*-0$|^rendezvous",
@@ -477,7 +483,7 @@ REPEATED: dict[str, dict[str, str]] = {
     "parallelisms/expert/test_symmetric_dispatch.py": {
         "test_bounded_buffers_equal_one_process": "deepseek_v3",
         "test_calls_of_forwards_backwards_and_recomputation_take_turns": "^(selective|full)-eager",
-        "test_compiled_blocks_equal_one_process": "^(mixtral|deepseek_v3).*aot_eager",
+        "test_compiled_blocks_equal_one_process": "^deepseek_v3.*aot_eager",
     },
     "parallelisms/expert/test_deepep.py": {
         "test_equals_all_to_all": "shuffled",
@@ -496,24 +502,34 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_what_waits_for_weight_gradients": "^(gpt|qwen3_moe|deepseek_v3)",
         "test_what_waits_for_weight_gradients_of_float8": "wise$",
     },
+    "plan/test_exact.py": {
+        "test_a_backward_in_two_parts_holds_what_weight_gradients_need": "selective|dense",
+    },
+    "plan/test_feasibility.py": {
+        "test_degrees": "deepseek_v3",
+    },
+    "plan/test_search.py": {
+        "test_a_reader_that_goes_ends_it_quietly": "0",
+    },
+    "parallelisms/test_reported_bugs.py": {
+        "test_a_model_keeps_its_groups_beside_another": "1",
+    },
     "parallelisms/expert/test_expert_parallel.py": {
-        "test_ranks_with_all_rows_and_with_none": "etp=2|mode=full|symmetric",
+        "test_ranks_with_all_rows_and_with_none": "etp=2|symmetric",
         "test_shared_experts_are_computed_while_rows_travel": "enable|dispatch|^mixtral",
     },
     "parallelisms/tensor/test_async_tp.py": {
         "test_compiled_blocks_share_one_graph_with_the_operators": "True",
     },
     "parallelisms/test_compile.py": {
-        "test_depth_adds_no_graph": (
-            "^(gpt|deepseek_v3-2-ep|llama-2-tp=2-seq)|schedule|hierarchical|scaling|rank="
-        ),
+        "test_depth_adds_no_graph": ("^(gpt|deepseek_v3-2-ep)|schedule|hierarchical|scaling"),
         "test_experts_on_other_ranks_break_their_blocks": "deepseek_v3",
     },
     "parallelisms/test_fuzz.py": {
-        "test_random_layout_equals_one_process": r"\.[0-3]$",
+        "test_random_layout_equals_one_process": r"\.[01]$",
     },
     "parallelisms/test_offload.py": {
-        "test_compiled_blocks": "full|selective",
+        "test_compiled_blocks": "full",
     },
     "parallelisms/pipeline/test_split_backward.py": {
         "test_gradients_equal_a_plain_backward_on_ranks": "micro|replicas|keep|dtype|collect=False",
@@ -521,7 +537,9 @@ REPEATED: dict[str, dict[str, str]] = {
         "test_inductor_keeps_what_is_queued": "selective",
     },
     "training/test_trainer.py": {
+        "test_checkpoints_walk_through_all_layouts": "tied",
         "test_every_layout_logs_the_losses_of_one_process": "^4-(?!$|dp_rep.*2$)|pp_layout|sam",
+        "test_steps_whose_tokens_do_not_fit_are_repeated": "layout2",
     },
 }
 """Of these test functions of a file `-m full` keeps what a pattern matches; the others repeat it

@@ -1,6 +1,7 @@
 """A rank that hangs in the middle of a step: every rank says where it is and ends."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -75,9 +76,9 @@ def test_a_save_that_does_not_end_by_the_deadline_is_abandoned(tmp_path: Path) -
     config = tiny(tmp_path / "run", train__steps=20, faults__stop_seconds=2)
     processes = start(2, tmp_path / "ranks", save_for_ever, config)
     assert finish(processes) == [EXIT_UNSAVED] * 2
-    assert "rank 1: not done 2 seconds after SIGTERM (faults.stop_seconds)" in output(
-        tmp_path / "ranks"
-    )
+    # from its own signal or from the other rank's, whichever its threads came to first
+    line = r"rank 1: not done 2 seconds after (SIGTERM|the ranks agreed to stop) \(faults.stop_sec"
+    assert re.search(line, output(tmp_path / "ranks"))
 
 
 def stuck_when_signalled(config: RunConfig) -> None:
