@@ -85,7 +85,8 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, number: Tensor | None, emulate: bool
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets, number)
+        trained = number is not None or ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if trained else None, weight, offsets, number)
         ctx.emulate = emulate
         a, b = _quantize(x, weight, EXPERTS.output)
         return _multiply(a, b, offsets, x.dtype, EXPERTS.output, emulate)

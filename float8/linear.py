@@ -244,6 +244,8 @@ class _Linear(torch.autograd.Function):
         x_amax = None if leaf is None else amax_of(x)
         reused = grad_weight is not None and grad_weight.right == matmul.left and matmul.left.turns
         saved_x = (x8.data, x8.scale) if reused else (x, None)
+        if number is None and not ctx.needs_input_grad[1]:  # a frozen weight
+            saved_x = (None, None)
         saved_weight = weight if data is None else data
         ctx.save_for_backward(*saved_x, saved_weight, weight8.scale, x_amax, scales, number)
         ctx.settings, ctx.dtype = settings, x.dtype

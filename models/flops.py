@@ -3,6 +3,8 @@
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
     causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
+A frozen weight has no gradient and counts 4 instead of 6.
+
 These are FLOPs per token, of forward and backward. P: parameters in matmuls (no embeddings; the
 head counts once per prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key
 and value heads (with K = V the attention term of `full` is the usual 12 * L * H * K * S), S the
@@ -43,14 +45,22 @@ class FlopsModel:
     n_heads: int
     qk_head_dim: int
     v_head_dim: int
+    frozen_params: int = 0
+    """Parameters of `matmul_params` whose gradients are not computed."""
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> Self:
-        """Return the sizes of a decoder; `matmul_params` includes norms and biases."""
+    def of(cls, config: DecoderConfig, adapters: int = 0) -> Self:
+        """Return the sizes of a decoder; `matmul_params` includes norms and biases.
+
+        Args:
+            adapters: parameters of the adapters that are active for a token; if there are any,
+                all others are frozen.
+        """
+        own = n_active_parameters(config) - config.lookup_params
+        own += config.mtp * config.vocab_size * config.dim
         return cls(
-            matmul_params=n_active_parameters(config)
-            - config.lookup_params
-            + config.mtp * config.vocab_size * config.dim,
+            matmul_params=own + adapters,
+            frozen_params=own if adapters else 0,
             n_layers=config.n_layers + config.mtp,
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
@@ -130,7 +140,8 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
             sum(L^2) / sum(L) for documents of length L.
     """
     heads = model.n_heads * (model.qk_head_dim + model.v_head_dim)
-    return 6 * model.matmul_params + _PASSES[convention] * model.n_layers * heads * attended
+    weights = 6 * model.matmul_params - 2 * model.frozen_params
+    return weights + _PASSES[convention] * model.n_layers * heads * attended
 
 
 def peak_flops(device_name: str) -> float | None:

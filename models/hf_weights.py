@@ -74,11 +74,12 @@ def weight_locations(hf: HuggingFace, model: nn.Module) -> dict[str, WeightLocat
         if id(tensor) in owned:
             owned.remove(id(tensor))
             kept = tensor.dtype if id(tensor) in buffers else None
-            found[fqn] = replace(_locate(hf, fqn, tuple(tensor.shape)), dtype=kept)
+            found[fqn] = replace(locate(hf, fqn, tuple(tensor.shape)), dtype=kept)
     return found
 
 
-def _locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
+def locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
+    """Return the location of a parameter of dtron in the tensors of transformers."""
     path, _, kind = fqn.rpartition(".")
     for name in hf.names:
         for candidate, suffix in ((fqn, ""), (path, f".{kind}")):

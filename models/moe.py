@@ -49,7 +49,11 @@ class Experts(nn.Module):
         part: (index of this rank's etp shard, number of shards). etp shards F of every matrix and D
             of down_bias; with several shards the output is a partial sum.
         multiply: `grouped_matmul`, or its float8 replacement.
+        adapt: (experts, matrix name, x, result of `product`, offsets) -> result with the product of
+            the matrix's adapter, set by LoRA.
     """
+
+    adapt: Callable[["Experts", str, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -120,6 +124,8 @@ class Experts(nn.Module):
 
     def _affine(self, name: str, x: Tensor, offsets: Tensor, inside: Tensor) -> Tensor:
         out, bias = self.product(name, x, offsets), self.own(f"{name}_bias")
+        if self.adapt is not None:
+            out = self.adapt(self, name, x, out, offsets)
         if bias is None:
             return out
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)

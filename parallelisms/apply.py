@@ -31,6 +31,7 @@ from dtron.parallelisms.expert.expert_parallel import (
     apply_experts,
     make_dispatcher,
     on_separate_mesh,
+    partial_over_etp,
 )
 from dtron.parallelisms.expert.symmetric_exchange import IN_ORDER
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy, free_gathered, shard
@@ -139,6 +140,8 @@ class Applied:
     """{name of a parameter with a padded vocabulary: its number of rows without padding}"""
     partial: frozenset[str]
     """Names of parameters whose gradients `complete_gradients` sums over tp once per step."""
+    partial_experts: frozenset[str]
+    """Names of experts' parameters whose gradients `complete_gradients` sums over etp."""
     names: Mapping[str, str]
     """{FQN of a parameter: its name}. The name is the FQN; a tied weight with several FQNs has the
     first FQN as its name."""
@@ -162,6 +165,10 @@ class Applied:
             for fqn, parameter in part.named_parameters():
                 yield self.names[fqn], parameter
 
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the `named_parameters` that are not frozen."""
+        return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager: put all stages in evaluation mode.
@@ -180,12 +187,15 @@ class Applied:
                 free_gathered(part)
 
     def complete_gradients(self, mesh: Mesh) -> None:
-        """Sum partial gradients over tp, and gradients of tied weights over their stages.
+        """Sum partial gradients over tp and etp, and those of tied weights over their stages.
 
         Call it once per step, after the last backward.
         """
-        partial = [p for name, p in self.named_parameters() if name in self.partial]
+        partial = [p for name, p in self.named_trained() if name in self.partial]
         reduce_replicas(partial, mesh.group("tp"))
+        if self.partial_experts:
+            partial = [p for name, p in self.named_trained() if name in self.partial_experts]
+            reduce_replicas(partial, mesh.experts.get_group("etp"))
         self.shared.sum_gradients(mesh.group("pp"))
 
 
@@ -241,6 +251,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         compiled=tuple(name for result in results.values() for name in result.compiled),
         padded_rows=padded,
         partial=frozenset(tp_plan.partial) if passes.replicas == "step" else frozenset(),
+        partial_experts=_partial_experts(model, selection.experts, mesh, passes),
         names=stages.names,
         shared=SharedWeights.of(stages, parts, ranks, pp),
         deferred={s: result.deferred for s, result in results.items() if result.deferred},
@@ -476,6 +487,16 @@ def _expert_names(
             "the block in `units`, or leave the experts out"
         )
     return found
+
+
+def _partial_experts(
+    model: nn.Module, names: Sequence[str], mesh: Mesh, passes: Passes
+) -> frozenset[str]:
+    """Return names of experts' parameters whose gradients are partial sums over etp."""
+    if passes.experts is None or mesh.expert_degrees["etp"] == 1:
+        return frozenset()
+    modules = {name: model.get_submodule(name) for name in names}
+    return frozenset(partial_over_etp(modules, passes.experts))
 
 
 def _block_pattern(units: Unit | Sequence[Unit], blocks: str | None) -> str:

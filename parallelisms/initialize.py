@@ -60,7 +60,9 @@ def initialize(
     for fqn, parameter in model.named_parameters():
         name = (names or {}).get(fqn, fqn)
         generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, name))
-        full = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        # Frozen weights may be narrower than trained ones, but are drawn alike.
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        full = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         fill(name, full[: (rows or {}).get(name)], generator)
         if isinstance(parameter, DTensor):
             # src_data_rank=None: all ranks drew the same tensor, and each keeps its shard

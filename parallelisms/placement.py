@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from dtron.errors import PlacementError, nearest
 
 __all__ = [
+    "LOW_RANK",
     "PassThrough",
     "Placement",
     "Replicate",
@@ -51,6 +52,15 @@ __all__ = [
 ]
 
 Unit = str | tuple[str, ...]
+
+LOW_RANK: Mapping[str, Mapping[str, int | None]] = {
+    "colwise": {"lora_a": None, "lora_b": 0},
+    "rowwise": {"lora_a": 1, "lora_b": None},
+}
+"""Kind of a module's rule -> {factor of its adapter: the dim that tp shards}.
+
+The adapter of a weight (N, K) is lora_b (N, rank) times lora_a (rank, K). None: the factor is
+replicated, and its gradient is a partial sum over tp."""
 
 
 class PassThrough(nn.Module):

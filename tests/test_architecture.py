@@ -28,7 +28,7 @@ _SETTINGS = _FILES | {"config"}
 _MODELS = _FILES | {"kernels", "parallelisms.placement", "config.schema", "config.rule"}
 _PASSES = _SETTINGS | {"kernels"}
 _RUN = _SETTINGS | {"kernels.torch_internals", "models", "parallelisms", "faults"}
-_CHECKPOINT = _SETTINGS | {"run", "models", "data", "parallelisms"}
+_CHECKPOINT = _SETTINGS | {"run", "lora", "models", "data", "parallelisms"}
 _SETUP = _CHECKPOINT | {"checkpoint", "float8", "faults"}
 _TRAINING = _SETUP | {"setup", "kernels"}
 ALLOWED = {
@@ -46,6 +46,7 @@ ALLOWED = {
         "parallelisms.tensor.async_tp",
     },
     "models": _MODELS,
+    "lora": _SETTINGS | {"kernels.grouped", "models", "parallelisms.placement"},
     "data": _SETTINGS,
     "faults": _SETTINGS | {"parallelisms"},
     "run": _RUN,

@@ -126,6 +126,7 @@ _TITAN_LACKS = (
     "recompute.modules",
     "recompute.offload",
     "float8.recipe",
+    "lora.rank",
     "compile.backend",
 )
 _TITAN_DEGREES = {

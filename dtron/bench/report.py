@@ -41,8 +41,9 @@ from dtron.bench.run import Options, Outcome
 from dtron.bench.sweep import SweepPoint
 from dtron.config import RunConfig
 from dtron.io.filesystem import write_atomically
+from dtron.lora.adapters import flops_model
 from dtron.models import model_config
-from dtron.models.flops import Convention, FlopsModel, flops_per_token, peak_flops
+from dtron.models.flops import Convention, flops_per_token, peak_flops
 
 CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
 
@@ -122,7 +123,7 @@ def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
     attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
-    sizes = FlopsModel.of(model)
+    sizes = flops_model(config.model.name, model, config.lora)
     return {name: flops_per_token(sizes, attended, name) for name in CONVENTIONS}
 
 

@@ -130,7 +130,8 @@ def measure(config: RunConfig, facts: dict[str, Any], device: torch.device) -> d
     dtype = DTYPES[config.train.dtype]
     floors: dict[str, float] = {}
     rows = []
-    if not (config.float8.recipe or model.n_experts or model.kv_lora_rank):
+    other = config.float8.recipe or config.lora.rank  # other products than are listed here
+    if not (other or model.n_experts or model.kv_lora_rank):
         total = 0.0
         for matmul in matmuls(config, model, facts["world_size"]):
             time = sum(matmul_seconds(matmul, dtype, device))

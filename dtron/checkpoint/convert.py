@@ -46,9 +46,12 @@ from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
 from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
 from dtron.io.remote_path import Remote
-from dtron.io.safetensors_file import Region
+from dtron.io.safetensors_file import Region, TensorSpec, full_region, write_tensors
 from dtron.io.untrusted import TEXT_BYTES, read_bytes
-from dtron.models import BACKENDS, MODELS, build_model, hf_folder, hf_of
+from dtron.lora import peft
+from dtron.lora.adapters import adapters, chosen, factors, merged
+from dtron.lora.peft import tensor_names
+from dtron.models import BACKENDS, MODELS, build_model, hf_folder, hf_of, model_spec
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import CONFIG, HFFolder
 from dtron.run.process import Place, process_group, set_up_logging
@@ -106,9 +109,10 @@ def convert_parser() -> argparse.ArgumentParser:
     one.set_defaults(
         run=lambda given: from_hf_folder(given.folder, given.out, given.dtype, given.model)
     )
-    summary = "convert a checkpoint to a folder that transformers loads"
+    summary = "convert a checkpoint to a folder that transformers loads; adapters are merged"
     two = commands.add_parser("to-hf", help=summary, description=summary)
-    two.add_argument("checkpoint", help="path or URL of a checkpoint, or of a run with checkpoints")
+    trained = "path or URL of a checkpoint, or of a run with checkpoints"
+    two.add_argument("checkpoint", help=trained)
     two.add_argument("out", type=Path, help="output folder, which must not exist")
     two.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of the files; default: dtype of the checkpoint"
@@ -123,6 +127,12 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     two.add_argument("--model", default="", metavar="NAME", help=custom)
     two.set_defaults(run=to_hf_from)
+    summary = "convert the adapters of a checkpoint of LoRA to a folder that PEFT loads"
+    three = commands.add_parser("to-peft", help=summary, description=summary)
+    three.add_argument("checkpoint", help=trained)
+    three.add_argument("out", type=Path, help="output folder, which must not exist")
+    three.add_argument("--model", default="", metavar="NAME", help=custom)
+    three.set_defaults(run=to_peft_from)
     return parser
 
 
@@ -190,6 +200,54 @@ def to_hf_from(given: argparse.Namespace) -> None:
     tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
     size, template = round(given.file_gb * _GB), trained_template(path)
     to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template)
+
+
+def to_peft_from(given: argparse.Namespace) -> None:
+    """Run `dtron convert to-peft`; all ranks call it together, and rank 0 writes."""
+    path = find_weights(given.checkpoint)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    check_agreement(path, everyone)
+    check_content(path, everyone)
+    to_peft_folder(path, given.out, given.model)
+
+
+def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
+    """Convert the adapters of a checkpoint to a folder for PEFT; all ranks call it together.
+
+    Args:
+        name: the custom model of the checkpoint, MODULE:NAME; empty: a model of dtron.
+    Raises:
+        ConfigError: the checkpoint is of another model than `name`.
+        CheckpointError: the checkpoint has no adapters, PEFT has no name for one of them, a file
+            cannot be read, or `out` exists.
+    """
+    initial = open_initial(checkpoint)
+    check_named(initial.path, initial.name, name, "add --model ")
+    _check_effect(name, initial.name, checkpoint)
+    if not initial.lora.rank:
+        raise CheckpointError(
+            f"{checkpoint} has no adapters: its run had lora.rank = 0; use dtron convert to-hf"
+        )
+    hf, reader = hf_of(initial.name), ShardReader(initial.path)
+    found = adapters(initial.name, initial.config, initial.lora)
+    sources = {theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found).items()}
+    specs = {
+        theirs: TensorSpec(reader.dtype(ours), tuple(reader.index.tensors[ours].size))
+        for theirs, ours in sources.items()
+    }
+
+    def get(theirs: str) -> Tensor:
+        return reader.region(sources[theirs], full_region(specs[theirs].shape))
+
+    run = config_of_run(checkpoint)
+    base = RunConfig.load(run).checkpoint.initial if run else ""
+    with _new_folder(out) as partial:
+        if dist.get_rank() == 0:
+            write_tensors(partial / peft.WEIGHTS, specs, get, {"format": "pt"})
+            content = json.dumps(peft.config_json(hf, found, initial.lora, base), indent=2)
+            write_atomically(partial / peft.CONFIG, content + "\n")
+    log.info("wrote %d adapters of %s to %s", len(found), base or hf.architecture, out)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -262,6 +320,8 @@ def to_hf_folder(
 ) -> None:
     """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
+    Adapters are merged into the weights.
+
     Args:
         checkpoint: a folder step-N.
         dtype: dtype of the files; None: dtype of the checkpoint.
@@ -283,12 +343,21 @@ def to_hf_folder(
         config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})
     with torch.device("meta"):
         model = build_model(initial.name, config, BACKENDS["math"])
-    hf, reader = hf_of(initial.name), ShardReader(initial.path)
+    hf, reader, spec = hf_of(initial.name), ShardReader(initial.path), model_spec(initial.name)
     for fqn, parameter in model.named_parameters():
         check_float(fqn, reader.dtype(f"model.{fqn}"), parameter.dtype)
 
+    adapted = {x.weight: factors(x.weight) for x in chosen(model, spec, initial.lora)}
+
     def get(fqn: str, region: Region) -> Tensor:
-        return reader.region(f"model.{fqn}", region)
+        own = reader.region(f"model.{fqn}", region)
+        if fqn not in adapted:
+            return own
+        *experts, n, k = region
+        a, b = (f"model.{factor}" for factor in adapted[fqn])
+        rank = slice(0, initial.lora.rank)
+        columns, rows = (*experts, rank, k), (*experts, n, rank)
+        return merged(own, reader.region(a, columns), reader.region(b, rows), initial.lora.scale)
 
     def dtype_of(fqn: str) -> torch.dtype:
         return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")

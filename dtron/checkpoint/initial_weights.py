@@ -3,6 +3,7 @@
 Each rank reads only its shards, which `torch.distributed.checkpoint` plans for any layout.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
 from dtron.checkpoint.directory import (
+    CheckpointMetadata,
     check_agreement,
     check_content,
     find_weights,
     read_metadata,
 )
 from dtron.checkpoint.stored_model import StoredModel
-from dtron.config import Data
+from dtron.config import Data, Lora
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, location
 from dtron.io.user_code import is_imported
+from dtron.lora.adapters import ADAPTERS
+from dtron.lora.peft import PeftFolder
 from dtron.models import hf_folder, model_config, model_spec
 from dtron.models.config import DecoderConfig
 from dtron.models.hf import differences
@@ -44,6 +48,10 @@ class InitialWeights:
     config: DecoderConfig
     folder: HFFolder | None
     """The open Hugging Face folder; None: a checkpoint of dtron."""
+    lora: Lora = Lora()
+    """Adapters of the checkpoint; `rank` is 0 without adapters."""
+    adapter: PeftFolder | None = None
+    """An open adapter in PEFT's format, loaded after the weights; None: none."""
 
     def reader(self) -> dcp.StorageReader:
         """Return a reader of the weights for `dcp.load`."""
@@ -51,9 +59,9 @@ class InitialWeights:
 
 
 class HuggingFaceReader(StoredReader):
-    """Reader of a Hugging Face folder for `dcp.load`; every tensor is stored in one part."""
+    """Reader of a folder of Hugging Face or PEFT for `dcp.load`; a tensor is stored in one part."""
 
-    def __init__(self, folder: HFFolder) -> None:
+    def __init__(self, folder: HFFolder | PeftFolder) -> None:
         self.folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -90,16 +98,52 @@ def open_initial(
         folder = hf_folder(where, zero_centered, name)
         return InitialWeights(where, folder.family, folder.config, folder)
     found = find_weights(where, "a Hugging Face folder (with config.json) nor ")
-    model = dict(read_metadata(found).model)
+    metadata = read_metadata(found)
+    model = dict(metadata.model)
     family = str(model.pop("name", ""))
     try:
-        return InitialWeights(
-            found, family, DecoderConfig.model_validate(model, strict=False), None
-        )
+        config = DecoderConfig.model_validate(model, strict=False)
+        return InitialWeights(found, family, config, None, _lora_of(metadata))
     except ValueError as error:
         raise CheckpointError(
             f"{found}: its model is not supported by this version of dtron: {error}"
         ) from None
+
+
+LORA_KEYS = ("lora.rank", "lora.alpha", "lora.rank_stabilized", "lora.modules")
+"""Keys that determine the adapters of a checkpoint, and what they add to the weights."""
+
+
+def _lora_of(metadata: CheckpointMetadata) -> Lora:
+    """Return the settings of a checkpoint's adapters. Raises ValueError: they are damaged."""
+    found = {key: metadata.settings[key] for key in LORA_KEYS if key in metadata.settings}
+    return Lora.model_validate({key.partition(".")[2]: value for key, value in found.items()})
+
+
+def check_adapters(initial: InitialWeights, lora: Lora) -> None:
+    """Check that a run has the adapters of a checkpoint. Raises CheckpointError with the fix."""
+    if not initial.lora.rank:
+        return
+    where = f"checkpoint.initial = {str(initial.path)!r}"
+    if not lora.rank:
+        raise CheckpointError(
+            f"{where} has adapters of lora.rank = {initial.lora.rank}, and this run has none; set "
+            f"lora.rank={initial.lora.rank} to train them further, or merge them into the weights "
+            "with dtron convert to-hf"
+        )
+    if lora.initial:
+        raise CheckpointError(
+            f"{where} has adapters, and lora.initial = {lora.initial!r} is another adapter; leave "
+            "one of them out"
+        )
+    for key in (key.partition(".")[2] for key in LORA_KEYS):
+        theirs = getattr(initial.lora, key)
+        if getattr(lora, key) != theirs:
+            fix = json.dumps(list(theirs) if isinstance(theirs, tuple) else theirs)
+            raise CheckpointError(
+                f"lora.{key} = {getattr(lora, key)!r}, but {where} has adapters of another one; "
+                f"set lora.{key}={fix}"
+            )
 
 
 def load_initial(
@@ -121,7 +165,13 @@ def load_initial(
     check_agreement(initial.path, everyone)
     if verify and initial.folder is None:
         check_content(initial.path, group)
-    stored.load_weights(initial.reader(), initial.path, group)
+    absent = () if initial.lora.rank else ADAPTERS
+    stored.load_weights(
+        initial.reader(), initial.path, group, lambda name: not name.endswith(absent)
+    )
+    if (adapter := initial.adapter) is not None:
+        reader = HuggingFaceReader(adapter)
+        stored.load_weights(reader, adapter.path, group, lambda name: name.endswith(ADAPTERS))
 
 
 def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:

@@ -4,6 +4,7 @@ Stored names are those of the whole model, and stored tensors have no padding, s
 ranks and stages can read them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ class StoredModel:
         self._rows = applied.padded_rows
 
     def load_weights(
-        self, reader: dcp.StorageReader, where: Location, group: dist.ProcessGroup
+        self,
+        reader: dcp.StorageReader,
+        where: Location,
+        group: dist.ProcessGroup,
+        wanted: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Load weights only, in place; all ranks call it together.
 
@@ -53,11 +58,13 @@ class StoredModel:
             reader: a reader of tensors by their names in checkpoints.
             where: path of the weights, for error messages.
             group: CPU process group of all ranks.
+            wanted: whether to load the tensor with this name; others stay as they are.
         Raises:
             CheckpointError: a tensor is missing, cannot be read, or has the wrong shape.
         """
         held: Held = {"model": get_model_state_dict(self.module)}
-        state = {"model": self.views(held)["model"]}
+        views = self.views(held)["model"]
+        state = {"model": {name: view for name, view in views.items() if wanted(name)}}
         try:
             dcp.load(state, storage_reader=reader, process_group=group)
         except dcp.CheckpointException as error:

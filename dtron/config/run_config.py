@@ -26,6 +26,7 @@ from dtron.config.schema import (
     ExpertDegree,
     Faults,
     Float8,
+    Lora,
     Metrics,
     Model,
     Optim,
@@ -66,6 +67,7 @@ class RunConfig(Section):
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
     float8: Float8 = Float8()
+    lora: Lora = Lora()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     faults: Faults = Faults()

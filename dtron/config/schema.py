@@ -4,6 +4,7 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 `dtron/config/setting_rules.py`; `dtron/config/run_config.py` reads and writes a whole run.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -479,6 +480,30 @@ class Float8(Section):
     """Steps between reports, in the metrics, of the accuracy of each layer's casts: signal-to-noise
     ratio in dB, and the fractions of values that become zero or saturate. A step with a report runs
     without torch.compile. A multiple of metrics.log_interval; 0: never."""
+
+
+class Lora(Section):
+    """Low-rank adapters: train two narrow factors of each chosen matrix, and freeze all weights."""
+
+    rank: int = Field(default=0, ge=0, le=2**16)
+    """Rank of the adapters: W x + scale B A x, with A (rank, inputs) and B (outputs, rank), which
+    starts at zero. All other weights are frozen. 0: no adapters, all weights are trained."""
+    alpha: float = Field(default=16.0, gt=0, le=1e6)
+    """Scale of the adapters: alpha / rank."""
+    rank_stabilized: bool = False
+    """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
+    modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
+    """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
+    modules that contain them, such as `blocks.*.attn.w[qv]` or `blocks.*.ffn.experts`; `*` is one
+    component. Empty: all of attention and feed-forward, also of experts; never routers."""
+    initial: StatedPath = ""
+    """Folder of an adapter in PEFT's format, from which the adapters of a run that does not resume
+    start. Empty: A is random and B zero."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class Checkpoint(Section):

@@ -169,6 +169,8 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
+    Rule("lora.alpha lora.rank_stabilized lora.modules lora.initial", needs="lora.rank"),
+    Rule("lora.initial", needs="checkpoint.initial: the weights to which the adapter belongs"),
     Rule("compile.backend", needs="compile.enable = true"),
     Rule("checkpoint.keep_every", needs="checkpoint.keep"),
     Rule("checkpoint.fast_interval checkpoint.fast_keep", needs="checkpoint.fast_dir"),
@@ -290,6 +292,18 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.defer_head = {c.parallel.defer_head} with train.loss_chunks = "
         "{c.train.loss_chunks}: a chunked loss computes the head's weight gradients itself; use "
         "parallel.defer_head = 0 or train.loss_chunks = 1",
+    ),
+    Rule(
+        "lora.rank parallel.async_tp float8.gather_inputs",
+        lambda c: not c.lora.rank or not (c.parallel.async_tp or c.float8.gather_inputs),
+        "lora.rank = {c.lora.rank} with parallel.async_tp or float8.gather_inputs: adapters need "
+        "the gathered input in train.dtype, which these fused layers do not return; leave both out",
+    ),
+    Rule(
+        "lora.rank parallel.defer_head",
+        lambda c: not c.lora.rank or not c.parallel.defer_head,
+        "parallel.defer_head = {c.parallel.defer_head} has no effect with lora.rank = "
+        "{c.lora.rank}: a frozen head has no weight gradient; leave it out",
     ),
     Rule(
         "parallel.async_tp parallel.sequence_parallel",

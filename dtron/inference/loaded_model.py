@@ -28,9 +28,9 @@ from dtron.training.batches import RankTokens
 from dtron.training.build import ModelBuilder, build_mesh
 from dtron.training.evaluation import Evaluation
 
-SECTIONS = ("model", "data", "train")
+SECTIONS = ("model", "data", "train", "lora")
 """Sections of a run's config that hold for its weights wherever they are evaluated."""
-_ACTING = ("model.", "data.", "parallel.", "compile.")
+_ACTING = ("model.", "data.", "parallel.", "compile.", "lora.")
 _KEYS = (
     *("train.seq_len", "train.micro_batch", "train.loss_chunks", "train.dtype", "train.seed"),
     *("train.eval_sequences", "checkpoint.verify"),
@@ -64,6 +64,8 @@ def config_of(
         if "data.source" not in given:
             check_named(found, own.data.source, "", "add data.source=", "has the data source")
     config = RunConfig.load(file or found, words, fill_from_initial, sections=SECTIONS)
+    if found and "lora.initial" not in given:  # the weights have adapters of their own
+        config = config.changed(lora={"initial": ""})
     model_spec(config.model.name)  # raises its error before ranks wait for each other
     degrees, train = config.degrees(world_size), config.train
     ranks = degrees["dp_replicate"] * degrees["dp_shard"]

@@ -110,7 +110,7 @@ def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     for place, each in enumerate(listed):
         times = gathers(run, each, place == len(listed) - 1)
         for axis, shard, sent, (ranks, inside) in _shared(run, each, domain):
-            padded = shard * ranks
+            padded = shard * ranks  # elements with a gradient
             yield Collective(axis, "all_gather", sent * ranks, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
             size = padded * (run.element if by_all_to_all else run.reduce_element)
@@ -124,10 +124,12 @@ def gathers(run: Resolved, unit: Unit, last: bool) -> int:
     """Return the number of all-gathers of a unit per step.
 
     The number is 1 if weights stay gathered for the step; else 2 per micro-batch, but 1 per
-    micro-batch for the root unit and, without a pipeline, for the last unit.
+    micro-batch for the root unit, a frozen embedding and, without a pipeline, for the last unit.
     """
     if run.policy.keep_gathered:
         return 1
+    if unit.kind == "embedding" and run.config.lora.rank:
+        return run.micro_batches
     stays = unit.name == "root" or (run.layout is None and last)
     return run.micro_batches * (1 if stays else 2)
 
@@ -139,16 +141,18 @@ def _name(run: Resolved, axes: Sequence[Degree]) -> str:
 def _shared(
     run: Resolved, each: Unit, domain: int
 ) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
-    """Yield (axis, elements of a shard, bytes of the shard in an all-gather, result of `group`).
+    """Yield (axis, elements of a shard that have a gradient, bytes of the shard in an all-gather,
+    result of `group`).
 
     One item is for a unit's dense part, and one for its experts on a separate mesh.
     """
     (_, dense), (_, experts) = gathered_bytes(run, each)
     ranks = group(run, ("dp_shard", "cp"), domain)
-    yield _name(run, FSDP_AXES), each.shard - each.experts_shard, dense, ranks
+    (_, trained), (_, trained_experts) = each.gradients
+    yield _name(run, FSDP_AXES), trained, dense, ranks
     if each.experts_gathered:
         ranks = expert_group(run, "edp_shard", domain)
-        yield "edp_shard", each.experts_shard, experts, ranks
+        yield "edp_shard", trained_experts, experts, ranks
 
 
 def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
@@ -195,13 +199,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
     if stage.embedding:
         yield made(kind, model.dim, 1)
-        yield made(other, model.dim, 1 if other else 0)
+        trained = not run.config.lora.rank  # a frozen embedding needs no gradient of its output
+        yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
         predictions = 1 + model.mtp
         yield made(kind, model.dim, predictions)
         yield made(other, model.dim, predictions if other else 0)
         yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
-        yield made(other, model.dim * model.mtp, 1 if other else 0)
+        yield made(other, model.dim * model.mtp, 1 if other and not run.config.lora.rank else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
@@ -364,6 +369,8 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
     for axes, kind, size in found:
         ranks, inside = group(run, axes, domain)
         yield Collective(_name(run, axes), kind, size, 1, "step", ranks, inside)
+    etp, size = run.experts["etp"], 4.0 * sum(u.partial_experts_shard for u in held(run, rank))
+    yield Collective("etp", "all_reduce", size, 1, "step", etp, min(etp, domain))
 
 
 def muon_collectives(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
@@ -386,7 +393,7 @@ def _tied(run: Resolved, rank: int) -> float:
 
     Such weights are a tied head, or the embedding that multi-token prediction also reads.
     """
-    if not (run.model.tied or run.model.mtp):
+    if not (run.model.tied or run.model.mtp) or run.config.lora.rank:
         return 0.0
     holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}
     if rank not in holders or len(holders) == 1:

@@ -31,7 +31,7 @@ again. A weight that is gathered in float8 is only transposed."""
 class ShardedMatmul:
     """A rank's matmul (m, k) x (k, n), or `groups` such matmuls with m rows in total.
 
-    The backward has two matmuls of this size.
+    The backward has two matmuls of this size, of a frozen weight one.
     """
 
     module: str
@@ -40,6 +40,7 @@ class ShardedMatmul:
     n: int
     groups: int = 1
     float8: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,29 @@ def total(work: Work) -> Seconds:
 def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
     """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
+    frozen = run.config.lora.rank > 0
     groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
     found = []
     for each in layer_matmuls(run.model, kind):
         if each.module == "experts":
             shape = (expert_rows(run), *each.sharded(run.experts["etp"]))
-            found.append(ShardedMatmul("experts", *shape, groups))
+            found.append(ShardedMatmul("experts", *shape, groups, frozen=frozen))
         else:
             tokens = own if each.split == "none" else run.tokens
             float8 = eight and each.module != "router"
-            found.append(ShardedMatmul(each.module, tokens, *each.sharded(run.tp), 1, float8))
-    return found
+            shape = (tokens, *each.sharded(run.tp))
+            found.append(ShardedMatmul(each.module, *shape, 1, float8, frozen))
+    return found + [x for each in found for x in _adapter(run, kind, each)]
+
+
+def _adapter(run: Resolved, kind: str, of: ShardedMatmul) -> list[ShardedMatmul]:
+    """List the two matmuls of the adapter of a matmul of a layer; empty: it has none."""
+    layer = next(i for i in range(run.n_layers) if run.kind(i) == kind)
+    if not any(f".{of.module}." in f".{name}" for name in run.adapters(layer)):
+        return []
+    rank = run.config.lora.rank
+    shapes = ((of.k, rank), (rank, of.n))
+    return [ShardedMatmul("adapter", of.m, k, n, of.groups) for k, n in shapes]
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
@@ -123,7 +136,9 @@ def _product(hardware: Hardware, p: ShardedMatmul) -> Seconds:
         hardware.product(p.m, p.k, p.n, *shape),
         hardware.product(p.m, p.n, p.k, *shape),
         # The weight's gradient sums over tokens; for experts, over each expert's own tokens.
-        hardware.product(p.n, p.m, p.k, 1, p.float8)
+        0.0
+        if p.frozen
+        else hardware.product(p.n, p.m, p.k, 1, p.float8)
         if p.groups == 1
         else hardware.product(p.m, p.n, p.k, *shape),
     )
@@ -228,7 +243,8 @@ def head(run: Resolved, hardware: Hardware) -> Work:
     The seconds of all 1 + mtp predictions are added up.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
-    once = _product(hardware, ShardedMatmul("head", run.tokens, run.model.dim, vocabulary))
+    shape, frozen = (run.tokens, run.model.dim, vocabulary), run.config.lora.rank > 0
+    once = _product(hardware, ShardedMatmul("head", *shape, frozen=frozen))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
     each: Work = {"matmul": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
     return together(*[each] * (1 + run.model.mtp))

@@ -164,10 +164,9 @@ def _receive(pipe: Connection) -> RankTrace:
 
 def compared(run: Resolved, estimate: RankMemory, found: RankTrace) -> dict[str, Any]:
     """Return pairs {exact, predicted} of a rank's memory and collectives."""
-    # After the last reduction, gradients are shards as large as the parameters' shards.
     pairs = {
         "parameters": (found.parameters, estimate.classes["parameters"]),
-        "gradients": (found.gradients, estimate.classes["parameters"]),
+        "gradients": (found.gradients, estimate.gradients),
         "optimizer": (found.optimizer, estimate.classes["optimizer"]),
         "peak": (found.peak, estimate.peak),
     }

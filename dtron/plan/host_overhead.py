@@ -63,7 +63,10 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
         found["unit"] += m * (len(every) + separate)
         for hooked, keeps in ((len(every), run.keeps_dense), (separate, run.keeps_experts)):
             found["reduction"] += 0 if keeps else reduces * hooked
-        held = [each for kind in every for each in sizes(run, kind)]
+        layers = [(run.kind(i), i) for i in stage.layers]
+        others = [(kind, None) for kind in every if kind in ("embedding", "head")]
+        listed = [each for kind, i in (*others, *layers) for each in sizes(run, kind, i)]
+        held = [each for each in listed if each.trained]
         kept = [run.keeps_experts if each.separate else run.keeps_dense for each in held]
         # Each gradient that is not reduced is cast or summed.
         found["operation"] += reduces * sum(kept)

@@ -52,6 +52,8 @@ class RankMemory:
     state: float
     """Bytes of the model: weights, gradients and optimizer, without activations."""
     reserved: float
+    gradients: float
+    """Bytes of the reduced gradients."""
 
     @property
     def peak(self) -> float:
@@ -138,21 +140,25 @@ def _host_fits(run: Resolved, hardware: Hardware) -> bool:
 
 
 def _of_rank(run: Resolved, rank: int) -> RankMemory:
-    elements, shard = (sum(getattr(u, k) for u in held(run, rank)) for k in ("gathered", "shard"))
+    names = ("gathered", "shard", "trained_gathered", "trained_shard")
+    elements, shard, gradients, trained = (
+        sum(getattr(u, name) for u in held(run, rank)) for name in names
+    )
     classes: dict[str, float] = {**replay.at_peak(run, rank)}
     # The replay leaves out the norm before a tied head.
     hidden = sum(unit.hidden_shard for unit in held(run, rank))
-    classes["parameters"] = 4.0 * shard
+    classes["parameters"] = 4.0 * trained + run.frozen_element * (shard - trained)
     classes["optimizer"] = float(
-        sum(run.moments(False)) * (shard - hidden) + sum(run.moments(True)) * hidden
+        sum(run.moments(False)) * (trained - hidden) + sum(run.moments(True)) * hidden
     )
-    summed = run.reduce_element * elements if run.times_reduced < run.micro_batches else 0
+    summed = run.reduce_element * gradients if run.times_reduced < run.micro_batches else 0
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))
-    state += max(4.0 * shard, summed)
+    state += max(4.0 * trained, summed)
     classes["gradients"] += _foreign(run, rank)
     classes["buffers"] = _context(run) + _peers(run, rank)
     reserved = replay.reserved(run, rank) + _on_other_streams(run, rank)
-    return RankMemory(rank, elements, classes, in_flight(run, rank), state, reserved)
+    flying = in_flight(run, rank)
+    return RankMemory(rank, elements, classes, flying, state, reserved, 4.0 * trained)
 
 
 def _foreign(run: Resolved, rank: int) -> float:
@@ -160,7 +166,7 @@ def _foreign(run: Resolved, rank: int) -> float:
 
     DTensor's embedding backward makes all rows; only the reduction shards them.
     """
-    if run.times_reduced == run.micro_batches:
+    if run.times_reduced == run.micro_batches or run.config.lora.rank:
         return 0.0
     rows = sum(u.whole - u.gathered for u in held(run, rank) if u.kind == "embedding")
     return float(run.reduce_element * rows)
@@ -205,8 +211,10 @@ def _buffers(run: Resolved, rank: int) -> float:
 def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
     """Return the all-gathers of a unit: of its dense part and of its experts, if sharded."""
     casts = run.element < 4  # float32 is sent without a cast
+    if run.frozen_element < 4:
+        casts *= unit.trained_shard / max(1, unit.shard)
     shared = [(whole, part) for whole, part in gathered_bytes(run, unit) if part < whole]
-    return tuple((whole, part * casts) for whole, part in shared)
+    return tuple((whole, int(part * casts)) for whole, part in shared)
 
 
 def _reduction_sums(run: Resolved, stage: Stage) -> int:
@@ -274,7 +282,9 @@ def in_flight(run: Resolved, rank: int) -> dict[int, int]:
     weights = {stage.index: len(stage.layers) + 0.5 * stage.head for stage in run.stages_of(rank)}
     # If only the head's weight gradients are deferred, its backward without them (I) already frees
     # the blocks' activations.
-    ends = Kind.WEIGHT if run.layout.splits_backward else Kind.INPUT
+    # So does the backward of frozen blocks.
+    defers = run.layout.splits_backward and not run.config.lora.rank
+    ends = Kind.WEIGHT if defers else Kind.INPUT
     live = {action.stage: 0 for action in run.order[rank]}
     heaviest, best = -1.0, {}
     for action in run.order[rank]:

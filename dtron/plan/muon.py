@@ -37,7 +37,7 @@ def batches(run: Resolved, rank: int) -> Iterator[Batch]:
     if run.config.optim.name != "muon":
         return
     layers = [layer for stage in run.stages_of(rank) for layer in stage.layers]
-    hidden = [p for layer in layers for p in parameters(run, run.kind(layer)) if p.hidden]
+    hidden = [p for layer in layers for p in parameters(run, run.kind(layer), layer) if p.hidden]
     alike = Counter((p.shape, p.split, *_shard(run, p)) for p in hidden)
     for (shape, split, shard, dim, expert), n in alike.items():
         axes = _axes(run, len(shape) - 2, split, dim, expert)

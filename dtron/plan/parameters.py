@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtron.config import Lora
+from dtron.lora.adapters import attach, is_adapter
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.parallelisms.expert.expert_parallel import WIDTHS, shared_dim
+from dtron.parallelisms.placement import LOW_RANK
 from dtron.parallelisms.tensor.tensor_parallel import Plan, pad_vocabulary, plan
 from dtron.plan.run_shape import Resolved, Stage
 
@@ -36,7 +39,9 @@ class Parameter:
         expert: whether it holds the stacked weights of a layer's experts.
         padded: whether its vocabulary is padded, so that FSDP shards dim 1 instead of dim 0.
         partial: whether its gradient is a partial sum on each tp rank.
-        hidden: whether it is a matrix that Muon would update.
+        hidden: whether it is a trained matrix that Muon would update.
+        trained: whether it has a gradient; with adapters, only these have.
+        adapter: whether it is a factor of an adapter.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Parameter:
     padded: bool
     partial: bool
     hidden: bool
+    trained: bool
+    adapter: bool
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,20 @@ class Unit:
     experts_gathered: int = 0
     """Elements of `gathered` that belong to experts on a separate mesh."""
     experts_shard: int = 0
+    trained_gathered: int = 0
+    """Elements of `gathered` that have a gradient."""
+    trained_shard: int = 0
+    trained_experts_gathered: int = 0
+    trained_experts_shard: int = 0
     partial_shard: int = 0
-    """Elements of `shard` whose gradient is a partial sum on each tp rank."""
+    """Elements of `trained_shard` whose gradient is a partial sum on each tp rank."""
+    partial_experts_shard: int = 0
+    """Elements of `trained_experts_shard` whose gradient is a partial sum on each etp rank."""
     narrow: int = 0
     """Elements of `gathered` that FSDP gathers in float8 (`float8.all_gather`)."""
     narrow_shard: int = 0
     hidden_shard: int = 0
-    """Elements of `shard` in matrices that Muon would update."""
+    """Elements of `trained_shard` in matrices that Muon would update."""
     columns: int = 0
     """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
     once more after an all-gather and before a reduction."""
@@ -86,6 +100,13 @@ class Unit:
         """Elements (gathered, shard) of experts on a separate mesh."""
         return self.experts_gathered, self.experts_shard
 
+    @property
+    def gradients(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Elements (gathered, shard) with a gradient, of `dense` and of `experts`."""
+        experts = self.trained_experts_gathered, self.trained_experts_shard
+        dense = self.trained_gathered - experts[0], self.trained_shard - experts[1]
+        return dense, experts
+
     def __add__(self, other: "Unit") -> "Unit":
         counts = [each.name for each in fields(self) if each.name not in ("name", "kind")]
         return replace(self, **{key: getattr(self, key) + getattr(other, key) for key in counts})
@@ -96,13 +117,21 @@ Parts = dict[str, tuple[Parameter, ...]]
 
 
 @functools.lru_cache(maxsize=64)
-def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True) -> Parts:
-    """List the parameters of each part of a model; a tied weight is in both embedding and head."""
+def parts(
+    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, rank: int = 0
+) -> Parts:
+    """List the parameters of each part of a model; a tied weight is in both embedding and head.
+
+    Args:
+        rank: `lora.rank`; all matrices that can have adapters are listed with them.
+    """
     spec, small = model_spec(name), _smallest(model)
     with torch.device("meta"):
         built = build_model(
             name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
         )
+    if rank:
+        attach(built, spec, Lora(rank=rank))
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
     made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
     splits = _splits(built, made.rows)
@@ -120,8 +149,10 @@ def parts(name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = Tr
                 split,
                 experts,
                 fqn in padded,
-                fqn in made.partial,
-                spec.is_hidden_matrix(fqn, parameter.dim()),
+                parameter.requires_grad and fqn in made.partial,
+                parameter.requires_grad and spec.is_hidden_matrix(fqn, parameter.dim()),
+                parameter.requires_grad,
+                is_adapter(fqn),
             )
         )
     return {part: tuple(parameters) for part, parameters in found.items()}
@@ -158,7 +189,9 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
             for child, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() == 1 and not by_rows:
                     continue  # the bias of a row-wise linear layer is replicated
-                found[f"{name}.{child}"] = 0 if by_rows else 1
+                dim = LOW_RANK[row.kind].get(child, 0 if by_rows else 1)
+                if dim is not None:
+                    found[f"{name}.{child}"] = dim
     return found
 
 
@@ -168,7 +201,7 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
     Args:
         layer: index of a block; None for embedding and head.
     """
-    key = (part, run.gathered_in_float8(layer))
+    key = (part, run.gathered_in_float8(layer), run.adapters(layer))
     if key not in run.memo:
         run.memo[key] = _unit(run, part, layer)
     return replace(run.memo[key], name=name)
@@ -176,14 +209,14 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
 
 def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
     total = Unit("", part, 0, 0, 0)
-    for parameter in _parts(run).get(part, ()):
+    for parameter in parameters(run, part, layer):
         total += _sizes_of(run, part, parameter, layer)
     return total
 
 
 def _parts(run: Resolved) -> Parts:
-    split = run.config.parallel.sequence_parallel
-    return parts(run.config.model.name, run.model, run.tp, split)
+    split, rank = run.config.parallel.sequence_parallel, run.config.lora.rank
+    return parts(run.config.model.name, run.model, run.tp, split, rank)
 
 
 def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
@@ -197,12 +230,22 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None 
         sizes.shard,
         sizes.gathered * sizes.separate,
         sizes.shard * sizes.separate,
+        sizes.gathered * parameter.trained,
+        sizes.shard * parameter.trained,
+        sizes.gathered * (parameter.trained and sizes.separate),
+        sizes.shard * (parameter.trained and sizes.separate),
         sizes.shard * parameter.partial,
+        sizes.shard * _is_partial_over_etp(run, parameter),
         sizes.gathered * sizes.narrow,
         sizes.shard * sizes.narrow,
         sizes.shard * sizes.hidden,
         sizes.gathered * sizes.columns,
     )
+
+
+def _is_partial_over_etp(run: Resolved, parameter: Parameter) -> bool:
+    alike = parameter.expert and WIDTHS[parameter.name.rpartition(".")[2]] is None
+    return alike and run.experts["etp"] > 1
 
 
 @dataclass(frozen=True)
@@ -221,7 +264,9 @@ class Sizes:
     narrow: bool
     """Whether FSDP gathers the parameter in float8."""
     hidden: bool
-    """Whether it is a matrix that Muon would update."""
+    """Whether it is a trained matrix that Muon would update."""
+    trained: bool
+    """Whether the parameter has a gradient."""
 
 
 def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
@@ -229,7 +274,8 @@ def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
     shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
     columns = dim > 0 and ranks > 1
-    return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, parameter.hidden)
+    kind = parameter.hidden, parameter.trained
+    return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, *kind)
 
 
 def local_shapes(run: Resolved, parameter: Parameter) -> tuple[list[int], list[int], int, int]:
@@ -253,8 +299,9 @@ def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, i
     shape = list(parameter.shape)
     shape[0] //= ep
     dim = WIDTHS[parameter.name.rpartition(".")[2]]
-    shape[dim] //= etp
-    taken = ({0} if ep > 1 else set()) | ({dim} if etp > 1 else set())
+    if dim is not None:
+        shape[dim] //= etp
+    taken = ({0} if ep > 1 else set()) | ({dim} if dim is not None and etp > 1 else set())
     return shape, shared_dim(shape, taken, ranks), ranks
 
 
@@ -292,17 +339,21 @@ def _norm(run: Resolved) -> Unit:
     return total
 
 
-def parameters(run: Resolved, kind: str) -> tuple[Parameter, ...]:
-    """List the parameters of a unit of the given `Unit.kind`."""
-    return _parts(run)[kind]
+def parameters(run: Resolved, kind: str, layer: int | None = None) -> tuple[Parameter, ...]:
+    """List the parameters of a unit of the given `Unit.kind`.
+
+    `layer`: index of a block; None: without adapters.
+    """
+    listed, adapters = _parts(run).get(kind, ()), run.adapters(layer)
+    return tuple(each for each in listed if not each.adapter or each.name in adapters)
 
 
 def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
     """List the sizes of each parameter of a unit of the given `Unit.kind`.
 
-    `layer`: index of a block.
+    `layer`: index of a block; None: without adapters.
     """
-    return [_sizes(run, parameter, layer) for parameter in _parts(run)[kind]]
+    return [_sizes(run, parameter, layer) for parameter in parameters(run, kind, layer)]
 
 
 def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -317,17 +368,20 @@ def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[in
     return dense, (experts[0], experts[1])
 
 
-def by_keeping(run: Resolved, unit: Unit) -> tuple[tuple[tuple[int, int], bool], ...]:
-    """Return (elements (gathered, shard), whether gradients are kept without a reduction).
+def by_keeping(
+    run: Resolved, unit: Unit
+) -> tuple[tuple[tuple[int, int], tuple[int, int], bool], ...]:
+    """Return elements (gathered, shard), those with a gradient, and whether these are not reduced.
 
     One item is for a unit's dense part, and one for its experts on a separate mesh.
     """
-    return (unit.dense, run.keeps_dense), (unit.experts, run.keeps_experts)
+    dense, experts = unit.gradients
+    return (unit.dense, dense, run.keeps_dense), (unit.experts, experts, run.keeps_experts)
 
 
 def reductions(run: Resolved, unit: Unit) -> tuple[tuple[int, int], ...]:
     """Return elements (gathered, shard) of the parts of a unit whose gradients are reduced."""
-    return tuple(group for group, keeps in by_keeping(run, unit) if not keeps)
+    return tuple(gradients for _, gradients, keeps in by_keeping(run, unit) if not keeps)
 
 
 def held(run: Resolved, rank: int) -> Iterator[Unit]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dtron.config import RunConfig
+from dtron.lora.adapters import n_adapter_parameters
 from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.models.flops import n_active_parameters, n_parameters
@@ -69,6 +70,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
     limit = hardware.room
     return {
         "parameters": n_parameters(run.model),
+        "adapters": n_adapter_parameters(run.config.model.name, run.model, run.config.lora),
         "active_parameters": n_active_parameters(run.model),
         "parameters_per_rank": sum(each.elements for each in ranks) / len(ranks),
         "state_per_rank": sum(each.state for each in ranks) / len(ranks),

@@ -61,9 +61,9 @@ class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Size of each parameter's unsharded gradient, in the dtype of computation."""
+    """Size of each trained parameter's unsharded gradient, in the dtype of computation."""
     columns: list[bool]
-    """Whether each parameter is sharded on another dim than dim 0, and so copied once more."""
+    """Whether each of `weights` is sharded on another dim than dim 0, and so copied once more."""
     sent: int
     """Size of a reduction's send buffer."""
     shared: bool
@@ -73,7 +73,9 @@ class _ParameterGroup:
     shard: int = 0
     """Size of the reduced gradients in float32, which are on another stream."""
     gathered: list[int] = field(default_factory=list)
-    """Size of each gathered parameter; empty: as `weights`."""
+    """Size of each gathered parameter, also of frozen ones; empty: as `weights`."""
+    gathered_columns: list[bool] = field(default_factory=list)
+    """As `columns`, of each of `gathered`; empty: as `columns`."""
     out: list[Block] = field(default_factory=list)
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
@@ -89,7 +91,7 @@ class _UnitMemory:
     groups: list[_ParameterGroup]
     """The dense part, and experts on a separate mesh."""
     shards: list[int]
-    """Elements of each parameter's shard."""
+    """Bytes of each parameter's shard."""
     kept: list[int]
     """Tensors kept on the device for the backward."""
     moved: list[int]
@@ -123,9 +125,10 @@ class _UnitMemory:
             sizes = getattr(self, name)
             setattr(self, name, [sum(sizes)] if sizes else [])
         for group in self.groups:
-            if group.shared and not any(group.columns):
-                group.weights, group.columns = [sum(group.weights)], [False]
-                group.gathered = [sum(group.gathered)] if group.gathered else []
+            if group.shared and not any((*group.columns, *group.gathered_columns)):
+                gathered, total = sum(group.gathered or group.weights), sum(group.weights)
+                group.weights, group.columns = ([total], [False]) if total else ([], [])
+                group.gathered, group.gathered_columns = [gathered], [False]
 
 
 @dataclass(eq=False)
@@ -215,7 +218,7 @@ class _Replay:
 
     def take_weights(self) -> None:
         for shard in self._shards():
-            self.pool.take(4 * shard, "parameters")
+            self.pool.take(shard, "parameters")
 
     def take_moments(self) -> None:
         for unit in (unit for listed in self.stages.values() for unit in listed):
@@ -435,7 +438,8 @@ class _Replay:
             if group.out:
                 continue
             passing: list[Block] = []
-            for size, turned in zip(group.gathered or group.weights, group.columns, strict=True):
+            sizes, columns = group.gathered or group.weights, group.gathered_columns
+            for size, turned in zip(sizes, columns or group.columns, strict=True):
                 if not group.shared:  # cast, then copied; a cast is freed after the next cast
                     before, passing = passing, self._take([size], "gathered")
                     self._free(before)
@@ -502,17 +506,19 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         if unit.kind == "head" or unit.name == "root":  # kept by the final norm
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
-        each_size = sizes(run, unit.kind)
+        each_size = sizes(run, unit.kind, layer if is_layer else None)
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
-            [each.shard for each in each_size],
+            [each.shard * (4 if each.trained else run.frozen_element) for each in each_size],
             kept,
             moved,
             again,
             widest,
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
-            moments=[n.shard * size for n in each_size for size in run.moments(n.hidden)],
+            moments=[
+                n.shard * size for n in each_size if n.trained for size in run.moments(n.hidden)
+            ],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
             _separate_held(made, *_held_until_weights(run, unit.kind, layer))
@@ -523,8 +529,11 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
 def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
     """Whether a unit's weight gradients are deferred.
 
-    A chunked head computes them with the loss; embeddings have no matmul.
+    A chunked head computes them with the loss; embeddings have no matmul; frozen weights have no
+    gradient, and the gradients of adapters are computed with those of the inputs.
     """
+    if run.config.lora.rank:
+        return False
     if kind == "head":
         return run.config.train.loss_chunks == 1 and _is_split(run, stage.index)
     return kind != "embedding" and layout.splits_backward
@@ -560,17 +569,24 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
     found = []
     for separate in (False, True):
         own = [each for each in sizes(run, kind, layer) if each.separate == separate]
-        whole = sum(each.gathered for each in own)
-        weights = [run.element * each.gathered for each in own]
+        trained = [each for each in own if each.trained]
+        whole = sum(each.gathered for each in trained)
+        weights = [run.element * each.gathered for each in trained]
         gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
         ranks = run.experts["edp_shard"] if separate else run.shards
         if own:
-            columns = [each.columns for each in own]
-            alone = run.keeps_experts if separate else run.keeps_dense
-            sums = 4 * sum(each.shard for each in own)
-            sent = run.sent_element * whole
-            shared = ranks > 1
-            found.append(_ParameterGroup(weights, columns, sent, shared, alone, sums, gathered))
+            found.append(
+                _ParameterGroup(
+                    weights,
+                    [each.columns for each in trained],
+                    sent=run.sent_element * whole,
+                    shared=ranks > 1,
+                    alone=run.keeps_experts if separate else run.keeps_dense,
+                    shard=4 * sum(each.shard for each in trained),
+                    gathered=gathered,
+                    gathered_columns=[each.columns for each in own],
+                )
+            )
     return found
 
 

@@ -107,7 +107,9 @@ def parameters(memory: dict[str, Any]) -> str:
     """Format the number of parameters; for a mixture of experts, also of active parameters."""
     total, active = memory["parameters"], memory["active_parameters"]
     text = f"{_count(total)} parameters"
-    return text if active == total else f"{text}, {_count(active)} active"
+    text += "" if active == total else f", {_count(active)} active"
+    adapters = memory.get("adapters", 0)
+    return f"{text}, frozen, and {_count(adapters)} of adapters" if adapters else text
 
 
 def _count(n: float) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 from dtron.config import DEGREES, MOMENTS, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
+from dtron.lora.adapters import adapters, factors, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig
-from dtron.models.flops import FlopsModel, flops_per_token
+from dtron.models.flops import flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
@@ -139,6 +140,11 @@ class Resolved(Candidate):
         return ELEMENT[self.config.train.dtype]
 
     @property
+    def frozen_element(self) -> int:
+        """Bytes per element in which frozen weights are kept; 4 without frozen weights."""
+        return self.element if self.config.lora.rank else 4
+
+    @property
     def reduce_element(self) -> int:
         """Bytes per element in the dtype of reductions."""
         return ELEMENT[self.config.parallel.reduce_dtype]
@@ -262,6 +268,23 @@ class Resolved(Candidate):
             self.memo[key] = frozenset(n for n in found if block or not n.startswith(outside))
         return self.memo[key]
 
+    def adapters(self, layer: int | None) -> frozenset[str]:
+        """Return the FQNs of the factors of a block's adapters, relative to the block.
+
+        `layer` None: outside of blocks, where there are none.
+        """
+        key = ("adapters", layer)
+        if key not in self.memo:
+            name, lora, found = self.config.model.name, self.config.lora, frozenset[str]()
+            if lora.rank and layer is not None:
+                block = model_spec(name).layer.format(layer) + "."
+                own = [x for x in adapters(name, self.model, lora) if x.weight.startswith(block)]
+                found = frozenset(
+                    fqn.removeprefix(block) for each in own for fqn in factors(each.weight)
+                )
+            self.memo[key] = found
+        return self.memo[key]
+
     def gathered_in_float8(self, layer: int | None) -> frozenset[str]:
         """Return the `float8_layers` whose weights FSDP gathers in float8, 1 byte per element."""
         return self.float8_layers(layer) if self.config.float8.all_gather else frozenset()
@@ -284,7 +307,8 @@ class Resolved(Candidate):
 
     def flops(self) -> dict[str, float]:
         """Return FLOPs per token, by how attention is counted: full or causal."""
-        sizes, length = FlopsModel.of(self.model_of(self.config)), self.config.train.seq_len
+        name, length = self.config.model.name, self.config.train.seq_len
+        sizes = flops_model(name, self.model_of(self.config), self.config.lora)
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 

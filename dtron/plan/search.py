@@ -479,9 +479,10 @@ def _least_bytes(
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     optim = config.optim
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
-    whole = 6.0 if choice["micro_batches"] > 1 else 0.0
+    frozen = config.lora.rank > 0  # adapters are small
+    whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
     moments = 1 if optim.name == "muon" else MOMENTS[optim.name]
-    own = 8.0 + moments * ELEMENT[optim.moments]
+    own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments * ELEMENT[optim.moments]
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"

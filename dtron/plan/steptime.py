@@ -322,7 +322,7 @@ def _phases(run: Resolved, rank: int, busy: float, hardware: Hardware) -> Iterat
     back = {k: share * (s.inputs + s.weights) for k, s in computed.items()}
     sent = [part for u in held(run, rank) for part in gathered_bytes(run, u)]
     whole, part = (sum(n_bytes) for n_bytes in zip(*sent, strict=True))
-    shard = sum(u.shard for u in held(run, rank))
+    shard = sum(u.trained_shard for u in held(run, rank))  # frozen weights need no cast
     out = 2 * whole / hardware.copy
     cast = 4 * shard + part if run.element < 4 else 0
     copied_in = (cast + 2 * part) / hardware.copy if sum(again.values()) else 0.0
@@ -387,13 +387,14 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         listed = units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
-            for (whole, shard), keeps in by_keeping(run, unit):
+            for (whole, shard), (trained, _), keeps in by_keeping(run, unit):
                 if shard < whole:
                     weight = times * 2 * run.element
                 else:  # cast, and kept until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
-                found += whole * (weight + (kept if keeps else gradient))
-            found += unit.columns * (2 * times * run.element + turned)
+                found += whole * weight + trained * (kept if keeps else gradient)
+            found += unit.columns * 2 * times * run.element
+            found += unit.columns * turned if not run.config.lora.rank else 0
             found -= 2 * times * (run.element - 1) * unit.narrow
     return found
 
@@ -404,7 +405,7 @@ def _update(run: Resolved, hardware: Hardware) -> float:
 
 def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     optim, muon_too = run.config.optim, run.config.optim.name == "muon"
-    every = sum(unit.shard for unit in held(run, rank))
+    every = sum(unit.trained_shard for unit in held(run, rank))
     hidden = sum(unit.hidden_shard for unit in held(run, rank)) if muon_too else 0
     moved = (every - hidden) * (LION if optim.name == "lion" else ADAMW[optim.moments])
     moved += hidden * MUON + every * 4  # the norm also reads gradients

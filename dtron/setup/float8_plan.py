@@ -254,8 +254,9 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
         settings.skip_last,
         spec.head[-1] if settings.output else "",
     )
-    # With tp, gate, up and down are not fused: tp splits each layer separately.
-    gated = model.activation == "swiglu" and config.parallel.tp == 1
+    # With tp, gate, up and down are not fused: tp splits each layer separately. Adapters add to
+    # the result of each layer.
+    gated = model.activation == "swiglu" and config.parallel.tp == 1 and not config.lora.rank
     fused = tuple(select(whole, spec.feed_forward)) if gated else ()
     plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
     if settings.all_gather:

@@ -4,7 +4,7 @@ A pattern matches a parameter's FQN, or the FQN of a module that contains it.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,9 +21,13 @@ def group_of(fqn: str, groups: Sequence[OptimGroup]) -> OptimGroup | None:
     return next((group for group in groups if contains(group.match, fqn)), None)
 
 
-def idle_groups(name: str, model: DecoderConfig, groups: Sequence[OptimGroup]) -> Iterator[str]:
-    """Yield an error for each group that no parameter of the model `name` belongs to."""
-    fqns = _parameter_names(name, model) if groups else ()
+def idle_groups(groups: Sequence[OptimGroup], names: Callable[[], Sequence[str]]) -> Iterator[str]:
+    """Yield an error for each group that no trained parameter belongs to.
+
+    Args:
+        names: function that returns the FQNs of the parameters; called if there are groups.
+    """
+    fqns = names() if groups else ()
     used = {id(group_of(fqn, groups)) for fqn in fqns}
     for group in groups:
         if id(group) in used:
@@ -35,14 +39,15 @@ def idle_groups(name: str, model: DecoderConfig, groups: Sequence[OptimGroup]) -
             )
         else:
             yield (
-                f"optim.groups: match = {group.match!r} matches no parameter of the model"
+                f"optim.groups: match = {group.match!r} matches no trained parameter of the model"
                 f"{nearest(group.match, fqns)}; correct the pattern, in which * is one component "
                 "of a name, or remove the group"
             )
 
 
 @functools.lru_cache(maxsize=8)  # a search of layouts asks for each
-def _parameter_names(name: str, model: DecoderConfig) -> tuple[str, ...]:
+def parameter_names(name: str, model: DecoderConfig) -> tuple[str, ...]:
+    """Return the FQNs of all parameters of the model `name`."""
     with torch.device("meta"):
         built = build_model(
             name, model.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dtron.checkpoint.initial_weights import (
     InitialWeights,
+    check_adapters,
     check_same_model,
     check_tokenizer,
     open_initial,
@@ -36,6 +37,9 @@ from dtron.data.mixture import Mixture
 from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
+from dtron.lora.adapters import adapters, n_adapter_parameters
+from dtron.lora.peft import PeftFolder
+from dtron.models import hf_of
 from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import check_family, counted_as_decoder
@@ -233,6 +237,11 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     name = config.model.name
     initial = open_initial(config.checkpoint.initial, model.norm_zero_centered, name)
     check_same_model(initial, name, model)
+    check_adapters(initial, config.lora)
+    if config.lora.initial:
+        folder = Path(config.lora.initial).expanduser()
+        found = adapters(name, model, config.lora)
+        initial = replace(initial, adapter=PeftFolder(folder, hf_of(name), found, config.lora))
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(
             f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "
@@ -274,8 +283,12 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     """
     moments = MOMENTS[config.optim.name] * DTYPES[config.optim.moments].itemsize
     copies = config.degrees(place.world_size)["dp_replicate"]
-    each = 4 + 4 + moments  # weights and gradients are float32
-    needed = n_parameters(model) * each * copies * place.local_world_size / place.world_size
+    trained, frozen = n_parameters(model), 0
+    if config.lora.rank:
+        frozen, trained = trained, n_adapter_parameters(config.model.name, model, config.lora)
+    # Trained weights and gradients are float32, frozen weights as in computation.
+    every = (4 + 4 + moments) * trained + DTYPES[config.train.dtype].itemsize * frozen
+    needed = every * copies * place.local_world_size / place.world_size
     what = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "
         f"parameters take {size(needed)} of its memory, without activations"

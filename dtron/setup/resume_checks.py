@@ -5,11 +5,13 @@ logged.
 """
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
+from dtron.checkpoint.initial_weights import LORA_KEYS
 from dtron.config import Float8, RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data.sources import CONTENT, ORDER
@@ -64,6 +66,11 @@ def read_compatible(
                 f"{key} = {value!r}, but {checkpoint} has optimizer state of {key} = {saved!r}; "
                 f"set {key}={saved}"
             )
+        if key in LORA_KEYS:
+            raise CheckpointError(
+                f"{key} = {value!r}, but {checkpoint} was trained with {key} = {saved!r}; set "
+                f"{key}={json.dumps(saved)}, or checkpoint.initial instead of checkpoint.resume"
+            )
     return metadata
 
 
@@ -81,7 +88,7 @@ def _defaults() -> dict[str, Any]:
 def resume_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys and values of a run that are compared with those of its checkpoint.
 
-    The optimizer state depends on `optim.name` and `optim.moments`; the position in the data on
+    The state depends on `optim.name`, `optim.moments` and `LORA_KEYS`; the position in the data on
     `data.*`, `train.seed` and `train.seq_len`; and later updates on `_UPDATES`.
     """
     # Compared by name in `check_data` and `Mixture.seek`.
@@ -92,6 +99,7 @@ def resume_settings(config: RunConfig) -> dict[str, Any]:
         **{key: values[key.split(".")[0]][key.split(".")[1]] for key in _UPDATES},
         "optim.name": config.optim.name,
         "optim.moments": config.optim.moments,
+        **{key: values["lora"][key.split(".")[1]] for key in LORA_KEYS},
         "train.seed": config.train.seed,
         "train.seq_len": config.train.seq_len,
         **{f"data.{key}": value for key, value in data.items()},
@@ -135,7 +143,9 @@ def _changed_settings(
     for key, value in resume_settings(config).items():
         if key in _UPDATES and key not in metadata.settings:  # an old checkpoint
             continue
-        saved = metadata.settings.get(key, defaults[key])  # missing: a newer key
+        default = defaults[key]
+        default = list(default) if isinstance(default, tuple) else default  # as in JSON
+        saved = metadata.settings.get(key, default)  # missing: a newer key
         if saved != value:
             yield key, value, saved
 

@@ -5,7 +5,7 @@ plan`, its search and docs/combinations.md use the same rules; only a start and 
 MACHINE. Passes repeat some of these checks, for users of the plug-in."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
+from dtron.lora.adapters import adapters, factors, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -29,9 +30,9 @@ from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
-from dtron.parallelisms.placement import Row
+from dtron.parallelisms.placement import Row, contains
 from dtron.setup.float8_plan import Float8Plan, plan_float8
-from dtron.setup.optim_groups import idle_groups
+from dtron.setup.optim_groups import idle_groups, parameter_names
 from dtron.setup.versions import release
 
 
@@ -522,11 +523,54 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
 )
 """Rules for runs with a float8 recipe."""
 
+
+def _lora_modules(run: ModelCandidate) -> Iterator[str]:
+    """Yield an error for each pattern of lora.modules without a layer, and for wrong ranks."""
+    lora, name = run.config.lora, run.config.model.name
+    if not lora.rank:
+        return
+    if wrong := list(wrong_modules(name, run.model, lora)):
+        yield from wrong
+        return
+    found = adapters(name, run.model, lora)
+    experts = any(len(each.shape) == 3 for each in found)
+    if experts and run.train.dtype == "bfloat16" and lora.rank % 8:
+        yield (
+            f"lora.rank = {lora.rank} is not a multiple of 8, which grouped matmuls of experts in "
+            "bfloat16 need; use such a rank, or lora.modules without experts"
+        )
+    for rank, patterns in enumerate(_modules_of_ranks(run)):
+        if not any(contains(pattern, each.name) for pattern in patterns for each in found):
+            yield (
+                f"parallel.pp = {run.parallel.pp}: pipeline rank {rank} has no adapters, nothing "
+                "to train; use a smaller parallel.pp, or more layers in lora.modules"
+            )
+
+
+def _modules_of_ranks(run: ModelCandidate) -> list[list[str]]:
+    """Return the patterns of the modules of each pipeline rank; empty with pp = 1."""
+    if run.layout is None:
+        return []
+    found: list[list[str]] = [[] for _ in range(run.parallel.pp)]
+    for patterns, rank in zip(run.layout.stages, run.layout.ranks, strict=True):
+        found[rank] += patterns
+    return found
+
+
+def _trained_names(run: ModelCandidate) -> Sequence[str]:
+    """Return the FQNs of the parameters that the optimizer updates."""
+    if not run.config.lora.rank:
+        return parameter_names(run.config.model.name, run.model)
+    found = adapters(run.config.model.name, run.model, run.config.lora)
+    return [fqn for each in found for fqn in factors(each.weight)]
+
+
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
+    Rule("lora.modules lora.rank parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
-        "optim.groups model.name",
-        finds_none(lambda c: idle_groups(c.config.model.name, c.model, c.config.optim.groups)),
+        "optim.groups lora.rank model.name",
+        finds_none(lambda c: idle_groups(c.config.optim.groups, lambda: _trained_names(c))),
     ),
 )
 """Rules about single layers and parameters, checked if no other rule is broken."""

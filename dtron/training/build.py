@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dtron.config import RunConfig
 from dtron.float8.delayed import DelayedScales
+from dtron.lora import adapters
 from dtron.models import build_model, model_spec
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
@@ -68,6 +69,9 @@ class ModelBuilder:
         with torch.device("meta"):
             model = build_model(self.config.model.name, self.setup.config, self.setup.attention)
         applied = apply_passes(model, self.mesh, passes or self.passes())
+        if self.config.lora.rank:
+            embedding, *_ = model_spec(self.config.model.name).embedding(self.setup.config)
+            adapters.train_from(embedding, applied.parts.values())
         policy = Policy.of(self.config.parallel, self.mesh)
         execution = build_execution(applied, self.setup.layout, self.mesh, policy)
         return ParallelModel(applied, execution, self.mesh, self.loss(applied))
@@ -79,6 +83,7 @@ class ModelBuilder:
         def fill(fqn: str, full: Tensor, generator: torch.Generator) -> None:
             spec.init_parameter(self.setup.config, fqn, full, generator)
 
+        seed = config.train.seed
         return Passes(
             units=spec.units(self.setup.config),
             blocks=spec.layer.format("*"),
@@ -89,7 +94,7 @@ class ModelBuilder:
             dtype=config.train.dtype,
             recompute=config.recompute,
             compile=config.compile,
-            init=(config.train.seed, fill),
+            init=(seed, adapters.initializer(fill) if config.lora.rank else fill),
             convert=self._conversion(),
             vocabulary=spec.vocabulary(self.setup.config),
             layout=self.setup.layout,
@@ -118,8 +123,10 @@ class ModelBuilder:
         )
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:
-        plan = self.setup.float8
-        return plan.converter(self.mesh, DTYPES[self.config.train.dtype]) if plan else None
+        plan, spec = self.setup.float8, model_spec(self.config.model.name)
+        dtype = DTYPES[self.config.train.dtype]
+        convert = plan.converter(self.mesh, dtype) if plan else None
+        return adapters.conversion(convert, spec, self.config.lora, dtype)
 
     def _placements(self, rows: dict[str, Row]) -> dict[Any, Any]:
         plan = self.setup.float8

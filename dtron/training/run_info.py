@@ -12,6 +12,7 @@ import torch.distributed as dist
 import dtron
 from dtron.config import RunConfig
 from dtron.data.mixture import Mixture
+from dtron.lora.adapters import adapters, n_adapter_parameters
 from dtron.models.flops import n_parameters
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.run.process import Place
@@ -68,6 +69,7 @@ class RunInfo:
             "reduce": "micro_batch" if policy.reduce_each_micro_batch else "step",
             "dtype": config.train.dtype,
             "parameters": n_parameters(setup.config),
+            "adapters": self._adapters(),
             "attention": setup.attention.name,
             "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
             "recomputed_blocks": applied.recomputed_blocks,
@@ -85,6 +87,14 @@ class RunInfo:
         layouts = context.layouts(self.model.mesh.size("cp")).items()
         inner = {name: shape.inner for name, shape in layouts if shape.inner > 1}
         return {"methods": list(context.methods), "all_to_all_ranks": inner}
+
+    def _adapters(self) -> dict[str, Any] | None:
+        lora, name, model = self.config.lora, self.config.model.name, self.builder.setup.config
+        if not lora.rank:
+            return None
+        found = [each.name for each in adapters(name, model, lora)]
+        total = n_adapter_parameters(name, model, lora)
+        return {"rank": lora.rank, "parameters": total, "matrices": found}
 
     def _float8(self) -> dict[str, Any] | None:
         plan = self.builder.setup.float8
@@ -125,6 +135,13 @@ class RunInfo:
         )
         compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
         log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
+        if lora := info["adapters"]:
+            log.info(
+                "LoRA: %s trained parameters, rank %d on %d matrices",
+                f"{lora['parameters']:,}",
+                lora["rank"],
+                len(lora["matrices"]),
+            )
         if (float8 := self.builder.setup.float8) is not None:
             float8.announce(self.place.device, DTYPES[train.dtype])
         waste = self.data.train.waste() or "padding of a stream is not known in advance"

@@ -34,8 +34,8 @@ from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
 from dtron.float8.statistics import Statistics
 from dtron.io.filesystem import Location
+from dtron.lora.adapters import flops_model
 from dtron.models import model_spec
-from dtron.models.flops import FlopsModel
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.run.attempts import Attempts
 from dtron.run.collective_counter import CollectiveCounter
@@ -345,7 +345,8 @@ class Trainer:
             start_step=self.step,
             active=first,
         )
-        self.throughput = Throughput(FlopsModel.of(self.model_setup.config), self.place.world_size)
+        flops = flops_model(config.model.name, self.model_setup.config, config.lora)
+        self.throughput = Throughput(flops, self.place.world_size)
         source = self.data_setup.train
         names = tuple(source.sources) if isinstance(source, Mixture) else ()
         self.step_log = StepLog(

@@ -36,7 +36,7 @@ arXiv:2504.14960; Megatron-LM's token dispatchers.
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,9 +51,14 @@ from dtron.parallelisms.expert.dispatchers import dispatcher_class, in_graphs
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.mesh import Mesh
 
-WIDTHS = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
+WIDTHS: Mapping[str, int | None] = {
+    **{"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1},
+    **{"gate_lora_a": None, "up_lora_a": None, "down_lora_a": 2},
+    **{"gate_lora_b": 1, "up_lora_b": 1, "down_lora_b": None},
+}
 """{parameter name: the dim that etp shards}. down_bias is sharded along D: each rank adds its shard
-of the bias to its partial sum."""
+of the bias to its partial sum. None: the factor of an adapter that is replicated over etp; its
+gradient is a partial sum."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class ExpertLayers:
     """Pattern of the modules with the stacked parameters."""
     dispatcher: "str | type[Dispatcher]" = "all_to_all"
     """A name of DISPATCHERS, or a dispatcher class."""
-    widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
-    """{parameter name: the dim that etp shards}"""
+    widths: Mapping[str, int | None] = field(default_factory=lambda: WIDTHS)
+    """{parameter name: the dim that etp shards; None: replicated, with partial gradients}"""
     capacity: float = 2.0
     """For dispatchers with bounded buffers: maximum number of rows per rank, as a multiple of the
     number with even loads. Experts then get padding rows after the last offset, with `tail` false,
@@ -192,7 +197,15 @@ def shared_dim(sizes: Sequence[int], taken: Collection[int], ranks: int) -> int:
     return fitting[0]
 
 
-def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceMesh) -> None:
+def partial_over_etp(modules: Mapping[str, nn.Module], layers: ExpertLayers) -> Iterator[str]:
+    """Yield FQNs of experts' parameters that are replicated over etp, with partial gradients."""
+    for fqn, module in modules.items():
+        for name, _ in module.named_parameters(recurse=False):
+            if layers.widths.get(name, 0) is None:
+                yield f"{fqn}.{name}"
+
+
+def _split(fqn: str, module: nn.Module, widths: Mapping[str, int | None], axes: DeviceMesh) -> None:
     """Replace parameters by DTensors over (ep, etp); FSDP gathers local shards for `forward`."""
     ep, etp = axes.size(0), axes.size(1)
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -207,12 +220,12 @@ def _split(fqn: str, module: nn.Module, widths: Mapping[str, int], axes: DeviceM
                 f"parallel.ep = {ep} does not divide the {parameter.shape[0]} experts of {fqn}; "
                 "use a divisor"
             )
-        if parameter.shape[dim] % etp:
+        if dim is not None and parameter.shape[dim] % etp:
             raise ConfigError(
                 f"parallel.etp = {etp} does not divide dim {dim}, of size {parameter.shape[dim]}, "
                 f"of {fqn}.{name}; use a divisor"
             )
-        placements = [Shard(0), Shard(dim) if etp > 1 else Replicate()]
+        placements = [Shard(0), Replicate() if dim is None or etp == 1 else Shard(dim)]
         # All ranks have equal or no initial weights, so no communication is needed.
         split = distribute_tensor(parameter.data, axes, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))

@@ -87,10 +87,10 @@ def shard(
             group that contains them, otherwise with the root.
     """
     policy = Policy.of(parallel, mesh)
-    stored = next((p.dtype for p in model.parameters()), dtype)  # a stage may have no parameters
+    stored = {p.dtype for p in model.parameters()}  # a stage may have no parameters
     precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == stored else dtype,
-        reduce_dtype=None if stored == torch.float64 else DTYPES[parallel.reduce_dtype],
+        param_dtype=None if stored <= {dtype} else dtype,
+        reduce_dtype=None if torch.float64 in stored else DTYPES[parallel.reduce_dtype],
         cast_forward_inputs=False,  # the embedding casts activations; rotary tables stay float32
     )
     device_mesh = _data_mesh(mesh)
@@ -209,10 +209,12 @@ def _prefetch(order: Sequence[Sequence[nn.Module]], depth: int) -> None:
     Args:
         order: FSDP units in the order of the forward, each followed by the units gathered with it.
     """
+    # A frozen embedding has no backward, which would free it again.
+    frozen = not any(p.requires_grad for unit in order[:1] for m in unit for p in m.parameters())
     for i, (module, *others) in enumerate(order):
         assert isinstance(module, FSDPModule), "units are sharded before prefetch is set"
         ahead = [m for unit in order[i + 1 : i + 1 + depth] for m in unit]
-        behind = [m for unit in reversed(order[max(0, i - depth) : i]) for m in unit]
+        behind = [m for unit in reversed(order[max(frozen, i - depth) : i]) for m in unit]
         module.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
         # An empty list would turn on FSDP's default, which under accumulation gathers the last unit
         # of the previous micro-batch. Prefetching the unit itself, already gathered, is free.

@@ -69,7 +69,7 @@ def accumulate_gradients(module: nn.Module) -> None:
     """
     for group in parameter_groups(module):
         for parameter in group.fsdp_params:
-            if _is_unsharded(parameter):
+            if _is_unsharded(parameter) and parameter.sharded_param.requires_grad:
                 _accumulate(parameter)
 
 

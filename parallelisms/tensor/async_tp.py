@@ -375,9 +375,12 @@ def distribute_parameters(
 ) -> None:
     """Distribute a module's own parameters: a bias gets the placement `bias`, others `weight`.
 
-    Ranks have equal or no initial weights: each keeps its shard, without communication.
+    Parameters that are distributed already are left alone. Ranks have equal or no initial weights:
+    each keeps its shard, without communication.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, DTensor):
+            continue
         placement = bias if name == "bias" else weight
         shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
@@ -46,6 +46,7 @@ from dtron.errors import PlacementError
 from dtron.parallelisms.expert.peer_memory import check_host
 from dtron.parallelisms.functional_collectives import is_pending
 from dtron.parallelisms.placement import (
+    LOW_RANK,
     Row,
     Style,
     change_argument,
@@ -105,10 +106,15 @@ def plan(model: nn.Module, placements: Placements, tp: int) -> Plan:
                 if fqn in covered:
                     raise PlacementError(f"two rows cover {fqn}: {covered[fqn]}, {kind}; use one")
                 covered[fqn] = kind
-                partial += [fqn] if kind in _PARTIAL else []
+                partial += [fqn] if kind in _PARTIAL or is_partial(kind, child) else []
     _check_covered(model, covered)
     _check_shared_parameters(model, rows)
     return Plan(rows, tuple(partial), frozenset(covered))
+
+
+def is_partial(kind: str, parameter: str) -> bool:
+    """Whether a parameter is the replicated factor of an adapter of a sharded weight."""
+    return LOW_RANK.get(kind, {}).get(parameter, 0) is None
 
 
 def _kind(row: AnyRow) -> str:
@@ -277,6 +283,8 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
         _shard_arguments(module, mesh, row)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
+    if isinstance(row, Row):
+        _split_adapter(module, mesh, row)
     has_parameters = any(True for _ in module.parameters())
     style = _style(row, module, has_parameters and replicas == "backward")
     if isinstance(style, Style):
@@ -284,6 +292,15 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
     elif style is not None:
         # Ranks have equal or no initial weights: each keeps its shard, without communication.
         parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _split_adapter(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
+    """Distribute the factors of a module's adapter, which the style of `row` then leaves alone."""
+    for name, dim in LOW_RANK.get(row.kind, {}).items():
+        if (factor := getattr(module, name, None)) is not None:
+            placement = Replicate() if dim is None else Shard(dim)
+            shard = distribute_tensor(factor, mesh, [placement], src_data_rank=None)
+            setattr(module, name, nn.Parameter(shard, factor.requires_grad))
 
 
 def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:
@@ -413,7 +430,8 @@ def pad_vocabulary(model: nn.Module, names: Sequence[str], multiple: int) -> dic
         if extra := -n_rows % multiple:
             if id(old) not in new:
                 zeros = old.new_zeros(extra, old.shape[1])
-                new[id(old)] = nn.Parameter(torch.cat([old.detach(), zeros]))
+                rows = torch.cat([old.detach(), zeros])
+                new[id(old)] = nn.Parameter(rows, old.requires_grad)
                 padded[f"{name}.weight"] = n_rows
             module.weight = new[id(old)]
             size = "out_features" if isinstance(module, nn.Linear) else "num_embeddings"

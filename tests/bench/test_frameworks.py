@@ -259,6 +259,7 @@ def test_every_key_is_said_refused_or_free() -> None:
     names = {key for key, _, _ in fields(RunConfig)}
     names = {key for key in names if not key.startswith(("data.", "schedule.", "metrics."))}
     float8 = {key for key in names if key.startswith("float8.")}  # need a recipe, or experts
+    float8 |= {key for key in names if key.startswith("lora.")}  # need a rank
     known = SAID | FREE | FORCED.keys() | set(peers._TITAN_LACKS) | float8 | ENDS
     assert names - known == set()
 

@@ -313,7 +313,7 @@ def test_bfloat16_moments_take_a_short_memory(tmp_path: Path) -> None:
         ),
         (
             'optim.groups=[{match="blocks.*.attn.wp",lr=0.1}]',
-            "match = 'blocks.*.attn.wp' matches no parameter of the model; did you mean",
+            "match = 'blocks.*.attn.wp' matches no trained parameter of the model; did you mean",
         ),
         (
             'optim.groups=[{match="blocks",lr=0.1},{match="blocks.*.attn",lr=0.2}]',
@@ -327,6 +327,35 @@ def test_optimizer_keys_without_effect_are_refused(
     with pytest.raises(ConfigError) as error:
         resolve(load(tmp_path, "", *override.split()), 1)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.rank=0 lora.alpha=8", "lora.alpha = 8.0 has no effect without lora.rank"),
+        ("lora.initial=x", "lora.initial = 'x' has no effect without checkpoint.initial"),
+        ('lora.modules=["blocks.*.attn.wp"]', "selects no linear layer and no experts"),
+        ('lora.modules=["embed"]', "Routers, embeddings, norms and the head have no adapters"),
+        ("parallel.tp=2 parallel.async_tp=true", "adapters need the gathered input in train.dtype"),
+        ("parallel.pp=2 parallel.defer_head=1", "a frozen head has no weight gradient"),
+        (
+            'parallel.pp=2 lora.modules=["blocks.0"]',
+            "pipeline rank 1 has no adapters, nothing to train",
+        ),
+        ("model.name=mixtral", "lora.rank = 4 is not a multiple of 8, which grouped matmuls"),
+        (
+            'optim.groups=[{match="embed",lr=0.1}]',
+            "match = 'embed' matches no trained parameter of the model",
+        ),
+    ],
+)
+def test_keys_of_adapters_that_cannot_act_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(load(tmp_path, "[lora]\nrank = 4", *override.split()), 2)
+    assert message in str(error.value)
+    assert load(tmp_path, "[lora]\nrank = 4").lora.scale == 4.0
 
 
 def test_groups_of_parameters_are_written_as_tables(tmp_path: Path) -> None:

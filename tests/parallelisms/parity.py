@@ -35,7 +35,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtron.config import Compile, Data, Float8, Model, Optim, Parallel, Recompute, RunConfig, Train
+from dtron.config import (
+    Compile,
+    Data,
+    Float8,
+    Lora,
+    Model,
+    Optim,
+    Parallel,
+    Recompute,
+    RunConfig,
+    Train,
+)
 from dtron.data import Batch, TrainingSource
 from dtron.data.best_fit_packing import PackedGroups, count_sequences
 from dtron.data.corpus.document_index import DocumentIndex, Documents, documents_of
@@ -45,6 +56,7 @@ from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
 from dtron.kernels.float8_rows import packed, unpacked
+from dtron.lora.adapters import attach, conversion, train_from
 from dtron.models import MODELS, AttentionNeeds, Backend, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
@@ -162,6 +174,7 @@ class Case:
     """Then validation is compared too, unless there is one step or blocks are compiled."""
     optimizer: Literal["sgd", "adamw", "narrow_adamw", "muon", "lion"] = "sgd"
     float8: Float8 = Float8()
+    lora: Lora = Lora()
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -189,7 +202,7 @@ class Case:
     def __str__(self) -> str:
         """Model, ranks, and what differs from the defaults."""
         shown = [self.model, str(self.world)]
-        for section in (self.parallel, self.recompute, self.compile, self.float8):
+        for section in (self.parallel, self.recompute, self.compile, self.float8, self.lora):
             for key, value in section.model_dump(exclude_defaults=True).items():
                 text = Path(value).name if isinstance(value, str) else value
                 shown.append(f"{key}={text}".replace(" ", ""))
@@ -230,6 +243,7 @@ class Case:
             recompute=self.recompute,
             compile=self.compile,
             float8=self.float8,
+            lora=self.lora,
         )
 
     def plan(self) -> Float8Plan | None:
@@ -272,6 +286,7 @@ def rows_of(case: Case) -> dict[str, set[str]]:
         "recompute.modules": set(case.recompute.modules),
         "packing": {case.packing},
         "optimizer": {case.optimizer},
+        "lora": {"lora"} if case.lora.rank else set(),
     }
 
 
@@ -475,18 +490,20 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
     torch.set_num_threads(1)
     config, _ = case.resolved()
     model = build(case, config, device.type)
+    if (float8 := case.plan()) is not None:
+        convert(model, float8.layers, float8.recipe, emulate=True)
+        convert_experts(model, float8.experts, emulate=True)
+    if case.lora.rank:
+        attach(model, MODELS[case.model], case.lora)
     initialize(model, SEED, initializer(case, config))
     model.to(device)
     for module in model.modules() if casts else ():
         if isinstance(module, Experts):
             module.forward = casting(module.forward)  # type: ignore[method-assign]
     scales: DelayedScales | None = None
-    if (float8 := case.plan()) is not None:
-        convert(model, float8.layers, float8.recipe, emulate=True)
-        convert_experts(model, float8.experts, emulate=True)
-        if float8.settings.scaling == "delayed":
-            layers = {name: model.get_submodule(name) for name in float8.layers}
-            scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
+    if float8 is not None and float8.settings.scaling == "delayed":
+        layers = {name: model.get_submodule(name) for name in float8.layers}
+        scales = DelayedScales(layers, float8.settings.amax_history, None)  # type: ignore[arg-type]
     optimizer = _torch_optimizer(case, model)
     losses, norms, gradients, loads, figures, sources = [], [], {}, [], [], []
     at_once = case.micro_batch if by_micro_batch(case) else case.sequences
@@ -521,7 +538,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
                 loss = loss + config.mtp_coefficient / config.mtp * mean
             loss.backward()
         if step == 0:
-            gradients = {k: on_host(p.grad) for k, p in model.named_parameters()}  # type: ignore[arg-type]
+            gradients = {k: on_host(p.grad) for k, p in trained(model)}  # type: ignore[arg-type]
         norms.append(_clip_and_update(case, model, optimizer))
         if scales is not None:
             scales.update()
@@ -529,7 +546,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
         figures.append([_mean_loss(found, i) / n_batches for i in range(2)])
         loads += update_expert_bias(found).tolist() if found else []
     assert min(norms) > MAX_NORM, f"clipping does not act: {norms}"
-    parameters = {k: on_host(p.detach()) for k, p in model.named_parameters()}
+    parameters = {k: on_host(p.detach()) for k, p in trained(model)}
     return {
         "losses": losses,
         "norms": norms,
@@ -542,6 +559,11 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
     }
 
 
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are not frozen."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
 def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """torch's own, over whole parameters; dtron's where torch lacks it: narrow moments, Lion,
     Newton-Schulz in float64 (tests/training/test_optim.py compares these)."""
@@ -552,7 +574,7 @@ def _torch_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=options.lr)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         groups[parameter.dim() > 1 and not name.endswith("bias")].append(parameter)
     return torch.optim.AdamW(
         [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
@@ -673,7 +695,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     if case.steps > 1 and not case.compile.enable:
         held_out = micro_batches(case, mesh, case.steps)
         validation = evaluate(model, held_out).item()
-    parameters = whole(applied, [p.detach() for _, p in applied.named_parameters()])
+    parameters = whole(applied, [p.detach() for _, p in applied.named_trained()])
     return {
         "losses": losses,
         "norms": norms,
@@ -703,7 +725,7 @@ def mesh_of(case: Case) -> Mesh:
 
 def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mesh: Mesh) -> Applied:
     """The model by the passes of the Trainer."""
-    spec, float8 = MODELS[case.model], case.plan()
+    spec, float8, dtype = MODELS[case.model], case.plan(), DTYPES[case.dtype]
     rows = spec.placements(config, case.parallel.sequence_parallel)
     with torch.device("meta"):
         model = build(case, config, mesh.device_type)
@@ -717,7 +739,9 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         recompute=case.recompute,
         compile=case.compile,
         init=(SEED, initializer(case, config)),
-        convert=float8.converter(mesh, DTYPES[case.dtype]) if float8 else None,
+        convert=conversion(
+            float8.converter(mesh, dtype) if float8 else None, spec, case.lora, dtype
+        ),
         vocabulary=spec.vocabulary(config),
         layout=layout,
         replicas="step",
@@ -726,7 +750,10 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         experts=expert_layers(case) if config.n_experts else None,
         loss=build_head_loss(case, config, mesh),
     )
-    return apply_passes(model, mesh, passes)
+    applied = apply_passes(model, mesh, passes)
+    if case.lora.rank:
+        train_from(spec.embedding(config)[0], applied.parts.values())
+    return applied
 
 
 def expert_layers(case: Case) -> ExpertLayers:
@@ -777,7 +804,7 @@ def whole(applied: Applied, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     """Copies of unsharded tensors by name, on the host, without padded rows, which must be zero;
     those of a weight that two stages hold are equal."""
     full: dict[str, Tensor] = {}
-    for (name, _), shard in zip(applied.named_parameters(), tensors, strict=True):
+    for (name, _), shard in zip(applied.named_trained(), tensors, strict=True):
         tensor = on_host(shard.full_tensor())  # type: ignore[attr-defined]
         rows = applied.padded_rows.get(name, len(tensor))
         assert not tensor[rows:].any(), f"{name}: padded rows are not zero"

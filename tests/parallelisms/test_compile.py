@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Compile, Lora, Parallel, Recompute
 from dtron.models.moe import Experts
 from dtron.parallelisms.compile import compile_activations
 from tests.harness import run_ranks
@@ -30,6 +30,8 @@ LAYOUTS = [
     Case("mixtral", 2, PULLED, Recompute(mode="full")),
     Case("deepseek_v3", 2, PULLED, Recompute(mode="selective")),
     Case("deepseek_v3", 2, Parallel(tp=2)),
+    Case("llama", 2, Parallel(tp=2), Recompute(mode="selective"), lora=Lora(rank=4)),
+    Case("mixtral", 2, PULLED, lora=Lora(rank=4)),
     float8("tensorwise", 2, Parallel(), float8={"all_gather": True}),
     float8("blockwise", 2, Parallel(), float8={"all_gather": True}),
     float8("rowwise", 2, Parallel(tp=2), dtype="float32"),

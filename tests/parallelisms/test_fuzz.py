@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Compile, Lora, Parallel, Recompute
 from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import SIZES, Case, check
@@ -67,7 +67,7 @@ def features(case: Case) -> set[str]:
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
         **{"AdamW": case.optimizer == "adamw", "compile": case.compile.enable},
-        **{"Muon": case.optimizer == "muon"},
+        **{"Muon": case.optimizer == "muon", "LoRA": case.lora.rank},
         **{"narrow moments": case.optimizer == "narrow_adamw"},
         **{"recompute": case.recompute.mode != "none", "step reduction": parallel.reduce == "step"},
         "split backward": layout is not None and layout.splits_backward,
@@ -112,9 +112,9 @@ def draw_case(random: random.Random, model: str) -> Case:
         documents=random.random() < 0.3,
         padded=not packed and random.random() < 0.4,
         packing=random.choice(["cut", "best_fit", "pad"]) if packed else "",
-        optimizer=random.choice(
-            ["sgd", "adamw", "narrow_adamw", "muon"]
-        ),  # Lion: signs of rounding
+        # not Lion, which takes the signs of rounding errors
+        optimizer=random.choice(["sgd", "adamw", "narrow_adamw", "muon"]),
+        lora=Lora(rank=random.choice([2, 3])) if random.random() < 0.15 else Lora(),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dtron.config import Parallel, Recompute
+from dtron.config import Lora, Parallel, Recompute
 from dtron.data import Batch
 from dtron.float8 import async_tp as fused
 from dtron.float8 import delayed, scales, weight_gradient
@@ -51,6 +51,11 @@ from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run, s
 def replicas_not_reduced() -> None:
     """Norms see a part of the tokens; their gradients stay parts."""
     apply.reduce_replicas = lambda _parameters, _group: None
+
+
+def adapters_not_reduced() -> None:
+    """Each tp rank updates the replicated factors of adapters by its own part of the gradient."""
+    tensor.is_partial = lambda _kind, _parameter: False
 
 
 def tied_gradient_dropped() -> None:
@@ -544,6 +549,7 @@ class Bug:
 
 TP = Case("llama", 2, Parallel(tp=2), sequences=2)
 WHOLE = Case("llama", 2, Parallel(tp=2, sequence_parallel=False), sequences=2)
+ADAPTED = replace(TP, lora=Lora(rank=4))
 LOOP = Case("gpt", 2, Parallel(pp=2, schedule="Interleaved1F1B"), sequences=4)
 V = Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), sequences=4)
 CHUNKED = Case("llama", 2, Parallel(tp=2), sequences=2, loss_chunks=3)
@@ -595,6 +601,7 @@ BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
 LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
+FACTORS = r"gradient .*((w[qkv]|gate|up)[._]lora_a|(wo|down)[._]lora_b)"
 EVERYTHING = r"gradient .*"
 BEFORE_HEAD = r"gradient (?!head).*"
 BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
@@ -602,6 +609,9 @@ ALSO_LOSS = r"loss 0|gradient .*"
 
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
+    Bug(adapters_not_reduced, ADAPTED, FACTORS),
+    Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
+    Bug(replicas_not_reduced, replace(EP, parallel=Parallel(etp=2), lora=Lora(rank=4)), FACTORS),
     Bug(tied_gradient_dropped, LOOP, r"gradient embed\.weight"),
     Bug(tied_gradient_dropped, V, r".*embed\.weight: the copies differ"),
     Bug(tied_gradient_summed_twice, LOOP, r"gradient embed\.weight"),

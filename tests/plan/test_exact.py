@@ -63,6 +63,14 @@ CASES = {
         4,
         "parallel.tp=2 parallel.pp=2 parallel.schedule=Interleaved1F1B train.loss_chunks=2",
     ),
+    "adapters": (DENSE, 4, "parallel.tp=2 lora.rank=16 parallel.zero=2"),
+    "adapters of a block": (DENSE, 2, 'lora.rank=8 lora.modules=["blocks.1.attn"] parallel.zero=3'),
+    "adapters of experts": (
+        MIXTURE,
+        8,
+        "parallel.ep=2 parallel.etp=2 parallel.pp=2 parallel.schedule=ZBVZeroBubble "
+        "model.override.n_layers=4 lora.rank=8",
+    ),
 }
 WIDE = (
     "parallel.pp=2 train.seq_len=4096 train.micro_batch=1 train.global_batch=4 "

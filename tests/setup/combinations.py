@@ -21,7 +21,7 @@ from dtron.setup.rules import ModelCandidate, all_broken
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 NUMBERS = {f"parallel.{axis}" for axis in (*DEGREES, "ep", "etp", "defer_head")}
-NUMBERS |= {"train.loss_chunks"}
+NUMBERS |= {"train.loss_chunks", "lora.rank"}
 """Keys of which any value above their default is the feature."""
 
 
@@ -103,6 +103,7 @@ FEATURES = [
         }.items()
     ),
     Feature("float8.dispatch", {"float8.dispatch": True}, EXPERTS),
+    Feature("LoRA", {"lora.rank": 8}),
     *(Feature(name, {"optim.name": name}) for name in ("muon", "lion")),
 ]
 SIZES: dict[str, Any] = {
@@ -148,6 +149,7 @@ def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
 
 def tested() -> Iterator[tuple[str, set[str]]]:
     """(test, names of the features that it has), the default run's first, then those with most."""
+    from tests.lora import test_lora_layouts
     from tests.parallelisms import test_matrix, test_parity  # which choose cases for seconds
 
     named = {}
@@ -155,6 +157,7 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         "test_special_case_equals_one_process": test_parity.SHALLOW,
         "test_float8_equals_one_process": test_parity.FLOAT8,
         "test_settings_together_equal_one_process": test_parity.PAIRED,
+        "test_layouts_equal_one_process": test_lora_layouts.CASES,
         "test_equals_one_process": [case for case in test_matrix.CASES if not case.refusal()],
     }.items():
         named |= {f"{test}[{case}]": case for case in reversed(cases)}

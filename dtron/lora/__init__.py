@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): adapters of linear layers and experts, and PEFT's files."""

@@ -1,0 +1,280 @@
+"""Low-rank adapters: train two narrow factors of a matrix, and freeze the matrix.
+
+    y = W x + scale B A x       W (N, K) frozen, A (rank, K), B (N, rank)
+
+The factors are parameters of the module that has W, so that they are sharded, gathered, saved and
+drawn like all others: `lora_a` and `lora_b` of a linear layer; of a matrix of stacked experts, such
+as `up`, `up_lora_a` (E, rank, K) and `up_lora_b` (E, N, rank). They are float32 like other
+weights that are trained, and their products are in the dtype of computation, also where W is
+multiplied in float8. Frozen weights are kept in the dtype of computation.
+
+A's product with x is added to W x by a hook, before the hooks of tensor parallelism: of a weight
+split by rows (colwise) B is split too, of one split by columns (rowwise) A is, and the other factor
+is replicated. No collective is added to a forward or backward: the replicated factor's gradient is
+a partial sum, which is reduced once per step (`placement.LOW_RANK`, `expert_parallel.WIDTHS`).
+
+Saved for the backward: x, once for all layers that read it, and A x; a frozen W needs no x.
+
+Sources: LoRA, arXiv:2106.09685; rank-stabilised scale, arXiv:2312.03732.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from dtron.config import Lora
+from dtron.errors import nearest
+from dtron.kernels.grouped import grouped_matmul
+from dtron.models import ModelSpec, build_model, model_spec
+from dtron.models.attention import BACKENDS
+from dtron.models.config import DecoderConfig
+from dtron.models.flops import FlopsModel
+from dtron.models.router import routers
+from dtron.parallelisms.placement import contains, present
+
+ADAPTERS = ("lora_a", "lora_b")
+"""Ends of the FQNs of the factors A and B."""
+Initializer = Callable[[str, Tensor, torch.Generator], None]
+
+
+def is_adapter(fqn: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
+    return fqn.endswith(ADAPTERS)
+
+
+def factors(weight: str) -> tuple[str, str]:
+    """Return the FQNs of the factors A and B of the adapter of a weight with this FQN."""
+    path, _, name = weight.rpartition(".")
+    prefix = f"{path}." if name == "weight" else f"{weight}_"
+    return f"{prefix}{ADAPTERS[0]}", f"{prefix}{ADAPTERS[1]}"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A matrix that can get an adapter."""
+
+    weight: str
+    """FQN of the weight."""
+    shape: tuple[int, ...]
+    """(N, K), or (E, N, K) of stacked experts."""
+
+    @property
+    def name(self) -> str:
+        """FQN that patterns of `lora.modules` select: of the layer, or of the experts' matrix."""
+        return self.weight.removesuffix(".weight")
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of A and B."""
+        *experts, n, k = self.shape
+        return (*experts, rank, k), (*experts, n, rank)
+
+    def n_parameters(self, rank: int) -> int:
+        """Count the elements of A and B."""
+        return sum(map(math.prod, self.shapes(rank)))
+
+
+def adaptable(model: nn.Module, spec: ModelSpec) -> Iterator[Adapted]:
+    """Yield the linear layers and matrices of experts of the layers that can get an adapter."""
+    layers = spec.layer.format("*")
+    for name, module in model.named_modules():
+        if not contains(layers, name) or any(contains(pattern, name) for pattern in spec.gates):
+            continue
+        if isinstance(module, nn.Linear):
+            yield Adapted(f"{name}.weight", tuple(module.weight.shape))
+        elif hasattr(module, "adapt"):
+            for matrix, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 3 and not is_adapter(matrix):
+                    yield Adapted(f"{name}.{matrix}", tuple(parameter.shape))
+
+
+def chosen(model: nn.Module, spec: ModelSpec, settings: Lora) -> list[Adapted]:
+    """Return the matrices that get an adapter, in the model's order; none without `lora.rank`."""
+    if not settings.rank:
+        return []
+    return [each for each in adaptable(model, spec) if _selects(settings.modules, each.name)]
+
+
+def _selects(patterns: Sequence[str], name: str) -> bool:
+    return not patterns or any(contains(pattern, name) for pattern in patterns)
+
+
+@functools.lru_cache(maxsize=8)  # a search of layouts asks for each
+def _adaptable(name: str, model: DecoderConfig) -> tuple[Adapted, ...]:
+    with torch.device("meta"):
+        built = build_model(
+            name, model.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
+        )
+    return tuple(adaptable(built, model_spec(name)))
+
+
+def adapters(name: str, model: DecoderConfig, settings: Lora) -> list[Adapted]:
+    """Return the matrices that get an adapter in the model `name`; none without `lora.rank`."""
+    if not settings.rank:
+        return []
+    return [each for each in _adaptable(name, model) if _selects(settings.modules, each.name)]
+
+
+def n_adapter_parameters(
+    name: str, model: DecoderConfig, settings: Lora, active: bool = False
+) -> int:
+    """Count the parameters of all adapters.
+
+    Args:
+        active: count only the experts that process a token.
+    """
+    total = 0.0
+    for each in adapters(name, model, settings):
+        stacked = active and len(each.shape) == 3
+        part = model.experts_per_token / model.n_experts if stacked else 1
+        total += each.n_parameters(settings.rank) * part
+    return round(total)
+
+
+def flops_model(name: str, model: DecoderConfig, settings: Lora) -> FlopsModel:
+    """Return the sizes that determine the FLOPs of a run's model, with adapters if it has any."""
+    return FlopsModel.of(model, n_adapter_parameters(name, model, settings, active=True))
+
+
+def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[str]:
+    """Yield an error for each pattern of `lora.modules` that selects nothing."""
+    names = [each.name for each in _adaptable(name, model)]
+    if not names:
+        yield f"lora.rank = {settings.rank}: no block of model.name = {name} has a linear layer"
+        return
+    for pattern in settings.modules:
+        if not any(contains(pattern, each) for each in names):
+            yield (
+                f"lora.modules: {pattern!r} selects no linear layer and no experts of a block"
+                f"{nearest(pattern, names)}; use names such as {names[0]}, in which * is one "
+                "component, or of modules that contain them. Routers, embeddings, norms and the "
+                "head have no adapters"
+            )
+
+
+def attach(
+    model: nn.Module, spec: ModelSpec, settings: Lora, dtype: torch.dtype | None = None
+) -> None:
+    """Freeze an unsharded model, also the routers' biases, and give it adapters, in place.
+
+    Call it after the conversion to float8, which replaces modules.
+
+    Args:
+        dtype: dtype in which frozen weights are kept, that of computation: without updates, a
+            float32 copy has no use. None: as they are. Adapters keep the dtype of the weights.
+    """
+    model.requires_grad_(False)
+    for router in routers([model]):
+        router.bias_speed = 0.0
+    for each in chosen(model, spec, settings):
+        path, _, matrix = each.weight.rpartition(".")
+        module, weight = model.get_submodule(path), model.get_parameter(each.weight)
+        for fqn, shape in zip(factors(each.weight), each.shapes(settings.rank), strict=True):
+            factor = nn.Parameter(weight.detach().new_empty(shape))
+            module.register_parameter(fqn.rpartition(".")[2], factor)
+        module.lora_scale = settings.scale  # type: ignore[assignment]
+        if matrix == "weight":
+            module.register_forward_hook(_add_to_linear)
+        else:
+            module.adapt = _add_to_experts  # type: ignore[assignment]
+    for parameter in model.parameters():
+        if dtype is not None and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def conversion(
+    convert: Callable[[nn.Module], None] | None,
+    spec: ModelSpec,
+    settings: Lora,
+    dtype: torch.dtype,
+) -> Callable[[nn.Module], None] | None:
+    """Return the pass `Passes.convert`: `convert` (to float8) and then adapters, if any."""
+    if not settings.rank:
+        return convert
+
+    def apply(model: nn.Module) -> None:
+        if convert is not None:
+            convert(model)
+        attach(model, spec, settings, dtype)
+
+    return apply
+
+
+def train_from(embedding: str, stages: Iterable[nn.Module]) -> None:
+    """Let gradients flow through all blocks, although the embedding (an FQN) is frozen.
+
+    The first block's input then requires a gradient like those of all others, so that one compiled
+    graph serves all, and so does what a first pipeline stage without adapters sends. Call it after
+    sharding: FSDP would gather a module again whose output requires a gradient.
+    """
+    for stage in stages:
+        found = present(dict(stage.named_modules()))
+        if embedding in found:
+            found[embedding].register_forward_hook(_require_gradient)
+
+
+def _require_gradient(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+    return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
+
+
+def initializer(fill: Initializer) -> Initializer:
+    """Return an initializer that draws A as nn.Linear does, B as zeros, and others with `fill`."""
+
+    def filled(fqn: str, full: Tensor, generator: torch.Generator) -> None:
+        if fqn.endswith(ADAPTERS[0]):
+            bound = full.shape[-1] ** -0.5
+            full.uniform_(-bound, bound, generator=generator)
+        elif fqn.endswith(ADAPTERS[1]):
+            full.zero_()
+        else:
+            fill(fqn, full, generator)
+
+    return filled
+
+
+def _add_to_linear(module: Any, args: tuple, out: Tensor) -> Tensor:
+    """Add the adapter's product to the output (..., N) of a linear layer for x (..., K)."""
+    x, a, b, scale = args[0], module.lora_a, module.lora_b, module.lora_scale
+    if not isinstance(a, DTensor):
+        return low_rank_sum(out, x, a, b, scale)
+    assert isinstance(out, DTensor), "a split layer returns its shard or partial sum as a DTensor"
+    # A rank's gradient of a replicated input is a partial sum, as that of the layer itself.
+    placements = [Partial() if each == Replicate() else each for each in x.placements]
+    local = x.to_local(grad_placements=placements)
+    added = low_rank_sum(out.to_local(), local, a.to_local(), b.to_local(), scale)
+    return DTensor.from_local(added, out.device_mesh, out.placements, run_check=False)
+
+
+def low_rank_sum(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return out + scale x a^T b^T: x (..., K), a (rank, K), b (N, rank), out (..., N).
+
+    One matmul adds to `out`. It is not among the operators whose results selective recomputation
+    keeps, since it is cheap to repeat; so `out` is kept alone.
+    """
+    narrow = F.linear(x, a).flatten(0, -2).unsqueeze(0)
+    rows = out.flatten(0, -2).unsqueeze(0)
+    return torch.baddbmm(rows, narrow, b.t().unsqueeze(0), alpha=scale).view(out.shape)
+
+
+def _add_to_experts(experts: Any, name: str, x: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
+    """Add the products of the adapters of a matrix to the experts' results: (R, K) -> (R, N)."""
+    if not hasattr(experts, f"{name}_{ADAPTERS[0]}"):
+        return out
+    a, b = (experts.own(f"{name}_{factor}") for factor in ADAPTERS)
+    narrow = grouped_matmul(x, a, offsets) * experts.lora_scale
+    return out + grouped_matmul(narrow, b, offsets)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return weight (..., n, k) + scale b (..., n, rank) a (..., rank, k), also of a region.
+
+    It is computed in float32 at least, and returned in the weight's dtype.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)

@@ -1,0 +1,35 @@
+"""LoRA: layouts equal one process, which trains the adapters alone."""
+
+import pytest
+
+from dtron.config import Lora, Parallel, Recompute
+from tests.parallelisms.parity import EAGER, Batches, Case, float8, selected
+
+LORA = Lora(rank=4, alpha=8.0)
+SOME = Lora(rank=8, modules=("blocks.*.attn.w[qv]", "blocks.1.ffn"), rank_stabilized=True)
+ADAMW = {"lora": LORA, "optimizer": "adamw"}
+DEEP = {"lora": LORA, "override": {"n_layers": 4}}
+CASES = [
+    Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="selective"), **ADAMW),
+    Case("qwen3", 2, Parallel(tp=2, sequence_parallel=False), compile=EAGER, lora=LORA),
+    Case("qwen3", 2, Parallel(cp=2, zero=1), recompute=Recompute(mode="full"), **ADAMW),
+    Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), compile=EAGER, **DEEP),
+    Case("mixtral", 2, Parallel(ep=2), **ADAMW),
+    Case("gpt_oss", 2, Parallel(etp=2), **ADAMW),
+    float8("tensorwise", 2, Parallel(zero=2), lora=LORA),
+    float8("tensorwise", 2, Parallel(), float8={"all_gather": True}, lora=SOME, loss_chunks=2),
+    Case("llama", 4, Parallel(dp_replicate=2), lora=LORA, optimizer="muon", dtype="float64"),
+    Case("deepseek_v3", 4, Parallel(tp=2, pp=2, schedule="ZBVZeroBubble"), lora=LORA),
+    float8("rowwise", 4, Parallel(tp=2, pp=2), override={"n_layers": 4}, lora=LORA),
+]
+
+
+@pytest.fixture(scope="module")
+def batches(request: pytest.FixtureRequest) -> Batches:
+    return Batches(selected(request))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layouts_equal_one_process(case: Case, batches: Batches) -> None:
+    wrong = batches.outcome(case).wrong(case)
+    assert not wrong, "; ".join(wrong)
