@@ -38,6 +38,7 @@ __all__ = [
     "ModelSpec",
     "build_model",
     "choose_backend",
+    "fill_model",
     "from_hf",
     "hf_folder",
     "model_config",
@@ -172,10 +173,25 @@ def from_hf(
     backend = choose_backend(attention, needs)
     with torch.device("meta"):
         model = build_model(folder.family, config, backend)
-    for fqn in folder.ours:
-        value = folder.read(fqn).to(device, folder.dtype(fqn, dtype))
+    values = ((fqn, folder.read(fqn).to(folder.dtype(fqn, dtype))) for fqn in folder.ours)
+    return fill_model(model, config, values, device)
+
+
+@torch.no_grad()
+def fill_model(
+    model: nn.Module,
+    config: DecoderConfig,
+    values: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+) -> nn.Module:
+    """Replace all parameters and saved buffers of a model on meta; return it for evaluation.
+
+    Args:
+        values: (FQN, tensor) of each, a tied weight once.
+    """
+    for fqn, value in values:
         module, _, attribute = fqn.rpartition(".")
-        owner = model.get_submodule(module)
+        owner, value = model.get_submodule(module), value.to(device)
         is_parameter = isinstance(getattr(owner, attribute), nn.Parameter)
         setattr(owner, attribute, nn.Parameter(value) if is_parameter else value)
     shared = [*(["head"] if config.tied else []), *(["mtp_embed"] if config.mtp else [])]

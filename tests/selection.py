@@ -18,6 +18,8 @@ FULL_FILES = (
     "data/corpus/test_data_hf.py",
     "data/corpus/test_data_s3.py",
     "faults/test_clusters.py",  # skypilot, kubernetes-validate
+    "inference/test_harness.py",  # lm-eval
+    "inference/test_serve_check.py",
     "models/test_hf.py",
     "models/test_moe_references.py",
     "models/test_references.py",
@@ -77,6 +79,7 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "inference/test_inference.py": {
         "test_layouts_give_the_same": "tp=2",
+        "test_scores_are_those_of_the_module_in_every_layout": "tp=2",
     },
     "run/test_trackers.py": {  # wandb and mlflow are not in the extra `test`
         "test_weights_and_biases_offline": NONE,
