@@ -30,6 +30,8 @@ NEVER = 10**9
 FORCED: dict[str, Any] = {
     "train.eval_sequences": 0,
     "train.eval_interval": 0,
+    "train.stop_after": 0,
+    "checkpoint.best": "",
     "train.sample_tokens": 0,
     "checkpoint.interval": 0,
     "checkpoint.last": False,

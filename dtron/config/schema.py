@@ -320,6 +320,9 @@ class Train(Section):
     """Steps between validations; 0: only after the last step."""
     eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
     """Maximum number of sequences of each validation set; 0: no validation."""
+    stop_after: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Early stop: end the run after this number of validations in a row in which `checkpoint.best`
+    has not improved; 0: train all steps."""
     sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens of sample text to generate after the last step; 0: none."""
     sample_prompt: Text = "In the beginning"
@@ -514,6 +517,10 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """With `keep`, also keep the checkpoints of steps that are multiples of this number; 0: none.
     """
+    best: Annotated[Text, Field(pattern=r"^(validation_loss(/.+)?)?$")] = ""
+    """Keep the checkpoint with the lowest value of this metric, besides the `keep` newest:
+    `validation_loss` or `validation_loss/NAME`. A validation that improves it saves a checkpoint,
+    whose name is RUN/best. Empty: none."""
     mode: Literal["sync", "async"] = "sync"
     """`sync`: training waits until the checkpoint is written. `async`: the state is copied to host
     memory (the size of a rank's weights and optimizer state), and a separate process writes it in

@@ -112,6 +112,17 @@ def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
             )
 
 
+def _unknown_best(config: "RunConfig") -> Iterator[str]:
+    """Yield an error if no validation set logs `checkpoint.best`."""
+    sets = [name for name in (*config.data.parts, *config.data.validation_parts) if name]
+    metrics = ["validation_loss", *(f"validation_loss/{name}" for name in sets)]
+    if (best := config.checkpoint.best) and best not in metrics:
+        yield (
+            f"checkpoint.best = {best!r} is no metric of this run{nearest(best, metrics)}; use "
+            f"{' or '.join(metrics)}"
+        )
+
+
 def _known_steps(config: "RunConfig") -> float:
     """Return the steps of the run; infinite while they are to follow from `train.epochs`."""
     return math.inf if config.train.epochs else config.train.steps
@@ -211,6 +222,9 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.validation_fraction or c.data.validation,
         needs="data.validation_fraction: nothing is held out",
     ),
+    Rule("train.stop_after", needs="checkpoint.best"),
+    Rule("checkpoint.best", needs="train.eval_interval"),
+    Rule("checkpoint.best", finds_none(_unknown_best)),
     Rule("train.sample_prompt", needs="train.sample_tokens"),
     Rule("faults.spike_window faults.spike_deviations", needs="faults.on_spike"),
     Rule("faults.rollback_steps faults.max_rollbacks", needs='faults.on_spike = "rollback"'),

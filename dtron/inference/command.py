@@ -59,9 +59,9 @@ def _run_tasks(given: argparse.Namespace) -> int:
     manager = harness.find_tasks(names, given.include_path or "")
     first = Place.of_environment().rank == 0
     errors = sys.stderr if first else io.StringIO()  # lm-eval prints progress on both streams
-    with _loaded(given, validation=False) as loaded:
-        with contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors):
-            found = harness.run_tasks(loaded, names, manager, given.num_fewshot, given.limit)
+    quiet = contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors)
+    with _loaded(given, validation=False) as loaded, quiet[0], quiet[1]:
+        found = harness.run_tasks(loaded, names, manager, given.num_fewshot, given.limit)
     if first:
         print(json.dumps(found["results"]) if given.json else harness.table(found))
     return 0

@@ -70,7 +70,7 @@ from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
-from dtron.training.saves import Saving
+from dtron.training.saves import BestLoss, Saving
 from dtron.training.step import Repeats, StepResult
 from dtron.training.step_log import StepLog
 
@@ -156,7 +156,7 @@ class Trainer:
         if self.fitted:
             raise TrainingError("fit() was called twice; make a new Trainer(config) for each call")
         self.fitted = True
-        if self.resume.is_finished(self.config.train.steps):
+        if self.resume.is_finished(self.config.train):
             log.info(
                 "the run is finished: %s is the checkpoint of the last step", self.resume.checkpoint
             )
@@ -245,6 +245,8 @@ class Trainer:
             self._committed,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
+        early = config.checkpoint.best, config.train.stop_after
+        self.best = BestLoss(*early, self.host_group)
         self.contents: dict[str, int | str] = {}  # of sources of a mixture that were left out too
         self.rollback = Rollback(config.faults, self.resume.locations, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
@@ -300,6 +302,7 @@ class Trainer:
         self.run.step.skipped += metadata.skipped
         self.run.step.skipped_in_a_row += metadata.skipped_in_a_row
         self._load_guards(metadata)
+        self.best.load_state_dict(metadata.best)
         log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
     def _load_weights(self, initial: InitialWeights) -> None:
@@ -353,7 +356,7 @@ class Trainer:
         if self.times is not None:
             self.times.begin()
         stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
-        while self.step < config.train.steps and not stopped:
+        while self.step < config.train.steps and not stopped and not self.best.stops:
             if self.checkpointer.failed:
                 with self.guards.saving(self.step):
                     self.saving.report_failed(stop)
@@ -366,10 +369,12 @@ class Trainer:
                 continue
             for callback in self.callbacks:
                 callback.after_step(self)
-            if self.checkpointer.due(self.step) and self._save():
-                saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
+            best = self.best.step == self.step
+            if (best or self.checkpointer.due(self.step)) and self._save(best):
+                durable = best or self.checkpointer.is_durable_step(self.step)
+                saved = self.step if durable else saved
             self._call_after_saves()
-        finished = self.step == config.train.steps
+        finished = self.step == config.train.steps or self.best.stops
         self._repeat_dropped()
         with self.guards.saving(self.step):
             if not self.saving.try_wait():  # raises errors of an asynchronous save
@@ -496,16 +501,20 @@ class Trainer:
         row |= losses
         self.writer.row(row)
         if losses:
+            self.best.observe(losses, self.step)
+            if self.best.stops:
+                best = self.best.metric, self.best.loss, self.best.step
+                log.info("early stop: the best %s is %.4f, of step %d (train.stop_after)", *best)
             for callback in self.callbacks:
                 callback.after_eval(self, losses)
             self.throughput.restart()
             self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
         self.step_log.check_skipped(row)
 
-    def _save(self) -> bool:
+    def _save(self, durable: bool) -> bool:
         self._repeat_dropped()
         with self.guards.saving(self.step):
-            saved = self.saving.try_begin()
+            saved = self.saving.try_begin(durable)
         self.throughput.restart()
         return saved
 
@@ -522,6 +531,7 @@ class Trainer:
             data=self._data_state(),
             faults=self._guard_state(),
             schedule=schedule_settings(self.config, self.warmup),
+            best=self.best.state_dict(),
             automatic={key: row["value"] for key, row in self.automatic.chosen.items()},
         )
 
@@ -549,6 +559,7 @@ class Trainer:
         self.step, self.tokens = metadata.step, metadata.tokens
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
+        self.best.load_state_dict(metadata.best)
         self._refresh_weights()
         if isinstance(self.data_setup.train, Mixture):  # its stages begin at steps
             loader = self.batches.loader
