@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtron.config.rule import Rule, broken, changed, finds_none, passes
 from dtron.config.schema import Degree, Float8, Parallel, Train
+from dtron.errors import nearest
 
 if TYPE_CHECKING:
     from dtron.config.run_config import RunConfig

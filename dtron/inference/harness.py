@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score (texts, context, continuation); texts longer than `seq_len` lose their beginning."""
+        """Score (texts, context, continuation); texts over `seq_len` lose their beginning."""
         most = self.loaded.config.train.seq_len
         texts = []
         for _texts, context, continuation in requests:

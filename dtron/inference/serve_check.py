@@ -1,7 +1,7 @@
-"""`dtron serve-check`: compare the logits of a checkpoint with those of its export in transformers.
+"""`dtron serve-check`: compare a checkpoint's logits with those of its export in transformers.
 
-The checkpoint's weights run in dtron's unsharded model, the export in the class of transformers that
-inference engines start from. It runs in one process, which holds one of the two models at a time.
+The checkpoint's weights run in dtron's unsharded model, the export in transformers. It runs in one
+process, which holds one of the two models at a time.
 """
 
 import argparse
