@@ -81,6 +81,12 @@ KEPT: dict[str, dict[str, str]] = {
         "test_layouts_give_the_same": "tp=2",
         "test_scores_are_those_of_the_module_in_every_layout": "tp=2",
     },
+    "training/test_average.py": {
+        "test_layouts_have_the_same_average_and_a_resume_keeps_it": "tp",
+    },
+    "checkpoints/test_best.py": {
+        "test_the_best_checkpoint_is_kept_and_training_stops_early": "async",
+    },
     "run/test_trackers.py": {  # wandb and mlflow are not in the extra `test`
         "test_weights_and_biases_offline": NONE,
         "test_mlflow_continues_its_run": NONE,

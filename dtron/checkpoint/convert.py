@@ -122,6 +122,8 @@ def convert_parser() -> argparse.ArgumentParser:
         "--file-gb", type=float, default=5.0, help="size limit of each file, in GB; default: 5"
     )
     two.add_argument("--model", default="", metavar="NAME", help=custom)
+    average = "write the averages of the weights (optim.ema)"
+    two.add_argument("--ema", action="store_true", help=average)
     two.set_defaults(run=to_hf_from)
     return parser
 
@@ -189,7 +191,7 @@ def to_hf_from(given: argparse.Namespace) -> None:
     check_content(path, everyone)
     tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
     size, template = round(given.file_gb * _GB), trained_template(path)
-    to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template)
+    to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template, given.ema)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -259,6 +261,7 @@ def to_hf_folder(
     file_bytes: int = 5 * _GB,
     name: str = "",
     template: str = "",
+    average: bool = False,
 ) -> None:
     """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
@@ -269,6 +272,7 @@ def to_hf_folder(
         file_bytes: maximum size of each file.
         name: the custom model of the checkpoint, MODULE:NAME; empty: a model of dtron.
         template: text of chat_template.jinja; empty: that of the tokenizer files, if they have one.
+        average: write the averages of the weights (`optim.ema`).
     Raises:
         ConfigError: the checkpoint is of another model than `name`.
         CheckpointError: transformers has no such model, a file cannot be read, or `out` exists.
@@ -283,7 +287,7 @@ def to_hf_folder(
         config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})
     with torch.device("meta"):
         model = build_model(initial.name, config, BACKENDS["math"])
-    hf, reader = hf_of(initial.name), ShardReader(initial.path)
+    hf, reader = hf_of(initial.name), ShardReader(initial.path, average)
     for fqn, parameter in model.named_parameters():
         check_float(fqn, reader.dtype(f"model.{fqn}"), parameter.dtype)
 

@@ -44,10 +44,16 @@ class InitialWeights:
     config: DecoderConfig
     folder: HFFolder | None
     """The open Hugging Face folder; None: a checkpoint of dtron."""
+    average: bool = False
+    """Read the averages of the weights (`optim.ema`)."""
 
     def reader(self) -> dcp.StorageReader:
         """Return a reader of the weights for `dcp.load`."""
-        return ShardReader(self.path) if self.folder is None else HuggingFaceReader(self.folder)
+        if self.folder is None:
+            return ShardReader(self.path, self.average)
+        if self.average:
+            raise ConfigError(f"--ema: {self.path} is a Hugging Face folder, which has no averages")
+        return HuggingFaceReader(self.folder)
 
 
 class HuggingFaceReader(StoredReader):

@@ -13,7 +13,6 @@ from dtron.config.run_config import (
 )
 from dtron.config.schema import (
     DEGREES,
-    MOMENTS,
     Checkpoint,
     Compile,
     CpMethod,
@@ -36,7 +35,6 @@ from dtron.config.schema import (
 
 __all__ = [
     "DEGREES",
-    "MOMENTS",
     "Checkpoint",
     "Compile",
     "CpMethod",

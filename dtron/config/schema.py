@@ -332,8 +332,9 @@ class Train(Section):
     rank waits for the collection of another rank."""
 
 
-MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0}
-"""Moments per parameter, by optimizer; Muon has one of each matrix that it updates itself."""
+MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "sgd": (0, 0)}
+"""Moments by optimizer: of most parameters, and of the matrices of layers (hidden)."""
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class OptimGroup(Section):
@@ -373,11 +374,24 @@ class Optim(Section):
     """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
     4 of Muon's matrices and of Lion. beta2 and momentum must then be at most 0.99, since the
     smaller changes of larger ones are lost in bfloat16."""
+    ema: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, such as 0.999: 4 more bytes per
+    parameter, sharded as moments are. `dtron eval`, `generate` and `convert to-hf` use it with
+    --ema. 0: none."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
     groups: tuple[OptimGroup, ...] = Field(default=(), strict=False)
     """Parameters with their own `lr` or `weight_decay`: tables [[optim.groups]]. The first table
     that matches a parameter applies."""
+
+    def state_bytes(self, hidden: bool) -> list[int]:
+        """Return the bytes per element of each tensor of a parameter's state.
+
+        Args:
+            hidden: of a matrix of a layer, which Muon would update.
+        """
+        moments = [_BYTES[self.moments]] * MOMENTS[self.name][hidden]
+        return [*moments, *([4] if self.ema else [])]
 
 
 class Schedule(Section):

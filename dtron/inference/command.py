@@ -116,6 +116,9 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="config with [model], [data] and [train]; default: that of the run",
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="use the averages of the weights (optim.ema)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 
@@ -133,4 +136,4 @@ def _loaded(given: argparse.Namespace, validation: bool) -> Iterator[Evaluation]
     config = config_of(given.weights, given.config, given.overrides, place.world_size)
     seconds = config.parallel.timeout_seconds
     with process_group(place, seconds, meet(place, seconds).store):
-        yield load(config, place, validation)
+        yield load(config, place, validation, given.ema)

@@ -144,7 +144,8 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     hidden = sum(unit.hidden_shard for unit in held(run, rank))
     classes["parameters"] = 4.0 * shard
     classes["optimizer"] = float(
-        sum(run.moments(False)) * (shard - hidden) + sum(run.moments(True)) * hidden
+        sum(run.config.optim.state_bytes(hidden=False)) * (shard - hidden)
+        + sum(run.config.optim.state_bytes(hidden=True)) * hidden
     )
     summed = run.reduce_element * elements if run.times_reduced < run.micro_batches else 0
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))

@@ -503,6 +503,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         each_size = sizes(run, unit.kind)
+        optim = run.config.optim
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
             [each.shard for each in each_size],
@@ -512,7 +513,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             widest,
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
-            moments=[n.shard * size for n in each_size for size in run.moments(n.hidden)],
+            moments=[n.shard * x for n in each_size for x in optim.state_bytes(n.hidden)],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
             _separate_held(made, *_held_until_weights(run, unit.kind, layer))

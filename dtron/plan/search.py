@@ -23,14 +23,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dtron.config import MOMENTS, RunConfig
+from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
 from dtron.plan.parameters import parts
-from dtron.plan.run_shape import ELEMENT, Resolved
+from dtron.plan.run_shape import Resolved
 from dtron.plan.saved_tensors import block
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
@@ -477,11 +477,9 @@ def _least_bytes(
     ep = choice["ep"] * choice["etp"]
     shards = world // (tp * pp * choice["dp_replicate"])
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
-    optim = config.optim
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     whole = 6.0 if choice["micro_batches"] > 1 else 0.0
-    moments = 1 if optim.name == "muon" else MOMENTS[optim.name]
-    own = 8.0 + moments * ELEMENT[optim.moments]
+    own = 8.0 + min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"

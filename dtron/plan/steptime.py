@@ -408,6 +408,7 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     hidden = sum(unit.hidden_shard for unit in held(run, rank)) if muon_too else 0
     moved = (every - hidden) * (LION if optim.name == "lion" else ADAMW[optim.moments])
     moved += hidden * MUON + every * 4  # the norm also reads gradients
+    moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
     return moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dtron.checkpoint.initial_weights import (
@@ -17,7 +18,7 @@ from dtron.checkpoint.initial_weights import (
     check_tokenizer,
     open_initial,
 )
-from dtron.config import MOMENTS, RunConfig
+from dtron.config import RunConfig
 from dtron.config.rule import refuse
 from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.data import (
@@ -35,7 +36,8 @@ from dtron.data.mixture import Mixture
 from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
-from dtron.models.attention import Backend
+from dtron.models import build_model, model_spec
+from dtron.models.attention import BACKENDS, Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import check_family, counted_as_decoder
 from dtron.models.flops import n_parameters
@@ -249,10 +251,17 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     Warn if they take more than half of the available memory. Raises ConfigError: they do not fit.
     Activations are not counted.
     """
-    moments = MOMENTS[config.optim.name] * DTYPES[config.optim.moments].itemsize
+    with torch.device("meta"):
+        undropped = model.model_copy(update={"attention_dropout": 0.0})
+        built = build_model(config.model.name, undropped, BACKENDS["math"])
+    hidden = model_spec(config.model.name).is_hidden_matrix
+    state = sum(
+        p.numel() * sum(config.optim.state_bytes(hidden(fqn, p.dim())))
+        for fqn, p in built.named_parameters()
+    )
     copies = config.degrees(place.world_size)["dp_replicate"]
-    each = 4 + 4 + moments  # weights and gradients are float32
-    needed = n_parameters(model) * each * copies * place.local_world_size / place.world_size
+    state += n_parameters(model) * (4 + 4)  # weights and gradients are float32
+    needed = state * copies * place.local_world_size / place.world_size
     what = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "
         f"parameters take {size(needed)} of its memory, without activations"

@@ -13,6 +13,7 @@ from torch import Tensor
 from dtron.config import Optim
 from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
+from dtron.training.optim.average import Average
 from dtron.training.optim.elementwise import SGD, Lion
 from dtron.training.optim.muon import Muon
 
@@ -88,7 +89,10 @@ def build_optimizer(
         }
         for (decay, factor, orthogonalize), members in groups.items()
     ]
-    return OPTIMIZERS[options.name](made, options)
+    optimizer = OPTIMIZERS[options.name](made, options)
+    if options.ema:
+        Average(optimizer, options.ema)
+    return optimizer
 
 
 def is_matrix(fqn: str, n_dims: int) -> bool:

@@ -95,7 +95,7 @@ class Muon(AdamW):
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = self._zeros(parameter)
         return state["momentum_buffer"]
 
