@@ -332,9 +332,11 @@ class Train(Section):
     rank waits for the collection of another rank."""
 
 
-MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "sgd": (0, 0)}
+MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "adamw8bit": (2, 2), "sgd": (0, 0)}
 """Moments by optimizer: of most parameters, and of the matrices of layers (hidden)."""
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+_BYTES_8BIT = 1 + 4 / 256
+"""Bytes per element of a moment of AdamW8bit: a code, and a float32 scale for 256 elements."""
 
 
 class OptimGroup(Section):
@@ -351,10 +353,10 @@ class OptimGroup(Section):
 class Optim(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "muon", "lion", "adamw8bit", "sgd"] = "adamw"
     """A key of dtron.training.optim.OPTIMIZERS. `muon`: Muon for the matrices of layers, AdamW for
-    the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum. `sgd` has no
-    momentum and no weight decay."""
+    the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum.
+    `adamw8bit`: AdamW with moments in 8 bits. `sgd` has no momentum and no weight decay."""
     lr: float = Field(default=3e-4, gt=0, le=1e6)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -384,14 +386,14 @@ class Optim(Section):
     """Parameters with their own `lr` or `weight_decay`: tables [[optim.groups]]. The first table
     that matches a parameter applies."""
 
-    def state_bytes(self, hidden: bool) -> list[int]:
+    def state_bytes(self, hidden: bool) -> list[float]:
         """Return the bytes per element of each tensor of a parameter's state.
 
         Args:
             hidden: of a matrix of a layer, which Muon would update.
         """
-        moments = [_BYTES[self.moments]] * MOMENTS[self.name][hidden]
-        return [*moments, *([4] if self.ema else [])]
+        each = _BYTES_8BIT if self.name == "adamw8bit" else _BYTES[self.moments]
+        return [each] * MOMENTS[self.name][hidden] + ([4.0] if self.ema else [])
 
 
 class Schedule(Section):

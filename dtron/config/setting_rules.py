@@ -135,11 +135,20 @@ _FLOAT8 = " ".join(
 
 EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
-        "optim.beta1 optim.beta2 optim.weight_decay optim.moments",
+        "optim.beta1 optim.beta2 optim.weight_decay",
         lambda c: c.optim.name != "sgd",
+        needs='optim.name = "adamw", "adamw8bit", "muon" or "lion"',
+    ),
+    Rule(
+        "optim.moments",
+        lambda c: c.optim.name not in ("sgd", "adamw8bit"),
         needs='optim.name = "adamw", "muon" or "lion"',
     ),
-    Rule("optim.eps", needs='optim.name = "adamw" or optim.name = "muon"'),
+    Rule(
+        "optim.eps",
+        lambda c: c.optim.name not in ("sgd", "lion"),
+        needs='optim.name = "adamw", "adamw8bit" or "muon"',
+    ),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(

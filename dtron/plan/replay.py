@@ -513,7 +513,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             widest,
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
-            moments=[n.shard * x for n in each_size for x in optim.state_bytes(n.hidden)],
+            moments=[round(n.shard * x) for n in each_size for x in optim.state_bytes(n.hidden)],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
             _separate_held(made, *_held_until_weights(run, unit.kind, layer))

@@ -13,11 +13,12 @@ from torch import Tensor
 from dtron.config import Optim
 from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
+from dtron.training.optim.adamw8bit import AdamW8bit, check_blocks
 from dtron.training.optim.average import Average
 from dtron.training.optim.elementwise import SGD, Lion
 from dtron.training.optim.muon import Muon
 
-__all__ = ["OPTIMIZERS", "SGD", "AdamW", "Lion", "Muon", "build_optimizer", "update"]
+__all__ = ["OPTIMIZERS", "SGD", "AdamW", "AdamW8bit", "Lion", "Muon", "build_optimizer", "update"]
 
 AnyOptimizer = AdamW | Lion | Muon | SGD
 
@@ -29,6 +30,11 @@ def _moments(options: Optim) -> torch.dtype | None:
 def _adamw(groups: list[dict], options: Optim) -> AdamW:
     betas = (options.beta1, options.beta2)
     return AdamW(groups, _moments(options), lr=options.lr, betas=betas, eps=options.eps)
+
+
+def _adamw8bit(groups: list[dict], options: Optim) -> AdamW8bit:
+    betas = (options.beta1, options.beta2)
+    return AdamW8bit(groups, lr=options.lr, betas=betas, eps=options.eps)
 
 
 def _lion(groups: list[dict], options: Optim) -> Lion:
@@ -47,6 +53,7 @@ def _sgd(groups: list[dict], options: Optim) -> SGD:
 
 OPTIMIZERS: dict[str, Callable[[list[dict], Optim], AnyOptimizer]] = {
     "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
     "muon": _muon,
     "lion": _lion,
     "sgd": _sgd,
@@ -71,6 +78,8 @@ def build_optimizer(
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
+            if options.name == "adamw8bit":
+                check_blocks(name, parameter)
             matrix = is_matrix(name, parameter.dim())
             own = group_of(name, options.groups)
             decay = options.weight_decay if matrix else 0.0
