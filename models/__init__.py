@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.io.safetensors_file import Region
+from dtron.io.user_code import check_unique, registered
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
-from dtron.models.custom import check_unique, custom_spec, registered
+from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
@@ -59,10 +60,10 @@ def model_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: there is no such family, several have the name, or its import fails.
     """
-    check_unique(name, name in MODELS)
+    check_unique("model.name", name, GROUP, name in MODELS)
     if spec := MODELS.get(name) or custom_spec(name):
         return spec
-    known = [*MODELS, *registered()]
+    known = [*MODELS, *registered(GROUP)]
     raise ConfigError(
         f"model.name = {name} is not known{nearest(name, known)}; use {', '.join(known)}, or "
         "MODULE:NAME for a ModelSpec of your own module"

@@ -1,38 +1,15 @@
 """Model families outside of dtron: entry points of installed packages, and MODULE:NAME."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
 
 from dtron.errors import ConfigError
-from dtron.io.user_code import import_object
+from dtron.io.user_code import import_custom
 from dtron.models.config import DecoderConfig
 from dtron.models.spec import ModelSpec
 
 GROUP = "dtron.models"
 """Group of entry points `SHORT_NAME = "MODULE:NAME"`."""
-
-
-@functools.cache  # metadata of all packages is read; a run asks often
-def registered() -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of installed packages by short name."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
-    for entry in entry_points(group=GROUP):
-        found[entry.name] = (*found.get(entry.name, ()), entry)
-    return found
-
-
-def check_unique(name: str, is_built_in: bool) -> None:
-    """Raise ConfigError if several packages, or dtron and a package, have a model of this name."""
-    entries = registered().get(name, ())
-    if len(entries) + is_built_in > 1:
-        owners = [*(["dtron"] if is_built_in else []), *map(_package, entries)]
-        raise ConfigError(
-            f"model.name = {name} is a model of {' and of '.join(owners)}; use model.name = "
-            f'"{" or ".join(entry.value for entry in entries)}", or uninstall the package that '
-            "you do not use"
-        )
 
 
 def custom_spec(name: str) -> ModelSpec | None:
@@ -43,13 +20,9 @@ def custom_spec(name: str) -> ModelSpec | None:
     Raises:
         ConfigError: the import fails, or the object is not a ModelSpec with sizes.
     """
-    setting, target = f"model.name = {name}", name
-    if ":" not in name:
-        if not (entries := registered().get(name)):
-            return None
-        target = entries[0].value
-        setting += f" (entry point {target} of {_package(entries[0])})"
-    found = import_object(setting, target)
+    if (imported := import_custom("model.name", name, GROUP)) is None:
+        return None
+    setting, found = imported
     if not isinstance(found, ModelSpec):
         raise ConfigError(
             f"{setting} is a {type(found).__name__}, not a ModelSpec; name a "
@@ -67,7 +40,3 @@ def custom_spec(name: str) -> ModelSpec | None:
 def is_imported(name: str) -> bool:
     """Whether a model name is MODULE:NAME, so that using it runs code of the user."""
     return ":" in name
-
-
-def _package(entry: EntryPoint) -> str:
-    return f"package {entry.dist.name}" if entry.dist else "an installed package"

@@ -13,6 +13,7 @@ from dtron.config.run_config import (
 )
 from dtron.config.schema import (
     DEGREES,
+    MOMENTS,
     Checkpoint,
     Compile,
     CpMethod,
@@ -35,6 +36,7 @@ from dtron.config.schema import (
 
 __all__ = [
     "DEGREES",
+    "MOMENTS",
     "Checkpoint",
     "Compile",
     "CpMethod",

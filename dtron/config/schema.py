@@ -353,8 +353,10 @@ class OptimGroup(Section):
 class Optim(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "muon", "lion", "adamw8bit", "sgd"] = "adamw"
-    """A key of dtron.training.optim.OPTIMIZERS. `muon`: Muon for the matrices of layers, AdamW for
+    name: Text = "adamw"
+    """adamw, muon, lion, adamw8bit or sgd. Or a custom optimizer: `MODULE:NAME`, a function in a
+    module of an installed package or of the working directory; or the name of an entry point of
+    group `dtron.optimizers`. `muon`: Muon for the matrices of layers, AdamW for
     the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum.
     `adamw8bit`: AdamW with moments in 8 bits. `sgd` has no momentum and no weight decay."""
     lr: float = Field(default=3e-4, gt=0, le=1e6)
@@ -392,8 +394,9 @@ class Optim(Section):
         Args:
             hidden: of a matrix of a layer, which Muon would update.
         """
+        number = MOMENTS.get(self.name, MOMENTS["adamw"])[hidden]  # a custom one is unknown
         each = _BYTES_8BIT if self.name == "adamw8bit" else _BYTES[self.moments]
-        return [each] * MOMENTS[self.name][hidden] + ([4.0] if self.ema else [])
+        return [each] * number + ([4.0] if self.ema else [])
 
 
 class Schedule(Section):

@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtron.config.rule import Rule, broken, changed, finds_none, passes
-from dtron.config.schema import Degree, Float8, Parallel, Train
+from dtron.config.schema import MOMENTS, Degree, Float8, Parallel, Train
 from dtron.errors import nearest
+from dtron.io.user_code import registered
 
 if TYPE_CHECKING:
     from dtron.config.run_config import RunConfig
@@ -113,6 +114,15 @@ def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
             )
 
 
+def _unknown_optimizer(config: "RunConfig") -> Iterator[str]:
+    known = [*MOMENTS, *registered("dtron.optimizers")]
+    if (name := config.optim.name) not in known and ":" not in name:
+        yield (
+            f"optim.name = {name} is not known{nearest(name, known)}; use {', '.join(known)}, or "
+            "MODULE:NAME for a function of your own module"
+        )
+
+
 def _unknown_best(config: "RunConfig") -> Iterator[str]:
     """Yield an error if no validation set logs `checkpoint.best`."""
     sets = [name for name in (*config.data.parts, *config.data.validation_parts) if name]
@@ -134,6 +144,8 @@ _FLOAT8 = " ".join(
 )
 
 EFFECTS: tuple[Rule["RunConfig"], ...] = (
+    Rule("optim.name", finds_none(_unknown_optimizer)),
+    Rule("optim.groups", lambda c: c.optim.name in MOMENTS, needs="an optim.name of dtron"),
     Rule(
         "optim.beta1 optim.beta2 optim.weight_decay",
         lambda c: c.optim.name != "sgd",

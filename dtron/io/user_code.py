@@ -1,13 +1,63 @@
-"""Import of objects that a config names as MODULE:NAME: code of the user."""
+"""Import of objects that a config names as MODULE:NAME or by an entry point: code of the user."""
 
+import functools
 import importlib
 import os
 import sys
 import traceback
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
 from dtron.errors import ConfigError, nearest, shorten
+
+
+@functools.cache  # metadata of all packages is read; a run asks often
+def registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of installed packages by short name.
+
+    Args:
+        group: such as `dtron.models`, of entry points `SHORT_NAME = "MODULE:NAME"`.
+    """
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        found[entry.name] = (*found.get(entry.name, ()), entry)
+    return found
+
+
+def check_unique(key: str, name: str, group: str, is_built_in: bool) -> None:
+    """Raise ConfigError if several packages, or dtron and a package, register this name."""
+    entries = registered(group).get(name, ())
+    if len(entries) + is_built_in > 1:
+        owners = [*(["dtron"] if is_built_in else []), *map(_package, entries)]
+        kind = key.partition(".")[0].replace("optim", "optimizer")
+        raise ConfigError(
+            f"{key} = {name} is a{'n' * (kind[0] in 'aeiou')} {kind} of {' and of '.join(owners)}; "
+            f'use {key} = "{" or ".join(entry.value for entry in entries)}", or uninstall the '
+            "package that you do not use"
+        )
+
+
+def import_custom(key: str, name: str, group: str) -> tuple[str, Any] | None:
+    """Import the object of MODULE:NAME or of an entry point.
+
+    Returns:
+        The key and value, with which an error about the object begins, and the object. None: no
+        package registers this name.
+    Raises:
+        ConfigError: as `import_object`.
+    """
+    setting, target = f"{key} = {name}", name
+    if ":" not in name:
+        if not (entries := registered(group).get(name)):
+            return None
+        target = entries[0].value
+        setting += f" (entry point {target} of {_package(entries[0])})"
+    return setting, import_object(setting, target)
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist else "an installed package"
 
 
 def import_object(setting: str, name: str) -> Any:

@@ -68,6 +68,7 @@ from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
+from dtron.training.optim.custom import OptimizerFactory, custom_optimizer
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import BestLoss, Saving
@@ -104,6 +105,8 @@ class Trainer:
         config: settings. Automatic keys without a value get their default, or `choose` sets them.
         choose: chooses automatic keys after the rendezvous (`dtron.plan.automatic.at_start`).
         callbacks: called in order after steps, validations and saves.
+        optimizer: function of named parameters and the section [optim], which makes the optimizer
+            in place of `optim.name`.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
@@ -113,9 +116,11 @@ class Trainer:
         config: RunConfig,
         choose: Chooser | None = None,
         callbacks: Sequence[Callback] = (),
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         _check_types(config, callbacks)
         model_spec(config.model.name)  # raises its error before ranks wait for each other
+        self.optimizer = optimizer or custom_optimizer(config.optim.name)
         self.fitted, self.callbacks = False, callbacks
         self._saved: SimpleQueue[Location] = SimpleQueue()
         """Complete checkpoints for which `after_save` has not been called yet."""
@@ -221,7 +226,7 @@ class Trainer:
         self.guards = Guards(
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
-        self.run = build_run(config, setup, model, self.guards.spikes)
+        self.run = build_run(config, setup, model, self.guards.spikes, factory=self.optimizer)
         self.repeats = Repeats(self.run.step, place.device, self._compiling)
         loader = Loader(
             self.data_setup.train,

@@ -16,8 +16,8 @@ from dtron.checkpoint.dcp_storage import ShardReader
 from dtron.checkpoint.initial_weights import fill_from_initial
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
+from dtron.io.user_code import registered
 from dtron.models import BACKENDS, build_model, from_hf, model_config, model_spec
-from dtron.models.custom import registered
 from dtron.plan.command import main as plan_command
 from dtron.plan.parameters import parts
 from dtron.run.process import Place

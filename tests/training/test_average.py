@@ -50,13 +50,23 @@ def test_the_average_follows_its_formula(name: str) -> None:
 def test_an_average_before_the_update_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     begin: Callable[..., None] = Average._begin
     follow: Callable[..., None] = Average._follow
+    before: dict[Tensor, Tensor] = {}
 
-    def early(average: Average, optimizer: Any, *_: Any) -> None:
+    def remember(average: Average, optimizer: Any, *_: Any) -> None:
         begin(average, optimizer)
-        follow(average, optimizer)
+        (p,) = optimizer.param_groups[0]["params"]
+        before[p] = p.detach().clone()
 
-    monkeypatch.setattr(Average, "_begin", early)
-    monkeypatch.setattr(Average, "_follow", lambda *_: None)
+    @torch.no_grad()
+    def early(average: Average, optimizer: Any, *_: Any) -> None:
+        for p, weight in before.items():
+            after = p.detach().clone()
+            p.copy_(weight)
+            follow(average, optimizer)
+            p.copy_(after)
+
+    monkeypatch.setattr(Average, "_begin", remember)
+    monkeypatch.setattr(Average, "_follow", early)
     assert deviation("adamw") > 1e-3
 
 

@@ -15,10 +15,26 @@ from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
 from dtron.training.optim.adamw8bit import AdamW8bit, check_blocks
 from dtron.training.optim.average import Average
+from dtron.training.optim.custom import (
+    OptimizerFactory,
+    build_custom,
+    custom_optimizer,
+    step_if_finite,
+)
 from dtron.training.optim.elementwise import SGD, Lion
 from dtron.training.optim.muon import Muon
 
-__all__ = ["OPTIMIZERS", "SGD", "AdamW", "AdamW8bit", "Lion", "Muon", "build_optimizer", "update"]
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Muon",
+    "OptimizerFactory",
+    "build_optimizer",
+    "update",
+]
 
 AnyOptimizer = AdamW | Lion | Muon | SGD
 
@@ -64,7 +80,8 @@ def build_optimizer(
     named: Iterable[tuple[str, Tensor]],
     options: Optim,
     hidden: Callable[[str, int], bool] | None = None,
-) -> AnyOptimizer:
+    factory: OptimizerFactory | None = None,
+) -> torch.optim.Optimizer:
     """Build the optimizer; vectors (norms and biases, also of experts) get no weight decay.
 
     The first of `options.groups` that matches a parameter replaces its learning rate, weight decay,
@@ -74,7 +91,10 @@ def build_optimizer(
         named: (FQN, parameter) pairs; parameters without `requires_grad` are left out.
         hidden: (FQN, number of dims) -> whether Muon updates the parameter; None: it updates all
             matrices.
+        factory: makes the optimizer in place of `optim.name`; None: `optim.name` may name one.
     """
+    if factory := factory or custom_optimizer(options.name):
+        return _averaged(build_custom(factory, list(named), options), options)
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
@@ -98,7 +118,10 @@ def build_optimizer(
         }
         for (decay, factor, orthogonalize), members in groups.items()
     ]
-    optimizer = OPTIMIZERS[options.name](made, options)
+    return _averaged(OPTIMIZERS[options.name](made, options), options)
+
+
+def _averaged(optimizer: torch.optim.Optimizer, options: Optim) -> torch.optim.Optimizer:
     if options.ema:
         Average(optimizer, options.ema)
     return optimizer
@@ -117,8 +140,10 @@ def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
         scale: a float32 scalar on the device; the host does not wait for its value.
         lr: learning rate of this step; `lr_factor` of a group multiplies it.
     """
-    assert isinstance(optimizer, AnyOptimizer), "build_optimizer made it"
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    optimizer.scale = scale
-    optimizer.step()
+    if isinstance(optimizer, AnyOptimizer):
+        optimizer.scale = scale
+        optimizer.step()
+    else:
+        step_if_finite(optimizer, scale)

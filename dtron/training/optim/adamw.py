@@ -96,7 +96,7 @@ class AdamW(torch.optim.AdamW):
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
-        if "step" not in state:
+        if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in _MOMENTS:
                 state[name] = self._zeros(parameter)

@@ -69,7 +69,7 @@ class AdamW8bit(AdamW):
 
     def _quantized_state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
-        if "step" not in state:
+        if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             for name, values in zip(_MOMENTS, self._maps, strict=True):
                 zero = int((values == 0).nonzero()[0, 0])

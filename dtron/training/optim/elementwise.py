@@ -107,7 +107,7 @@ class Lion(torch.optim.Optimizer):
 
     def _moment(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
-        if "exp_avg" not in state:
+        if not state:
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
         return state["exp_avg"]
 

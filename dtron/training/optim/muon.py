@@ -95,7 +95,7 @@ class Muon(AdamW):
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
-        if "momentum_buffer" not in state:
+        if not state:
             state["momentum_buffer"] = self._zeros(parameter)
         return state["momentum_buffer"]
 
