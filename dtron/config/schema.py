@@ -402,15 +402,17 @@ class Optim(Section):
 class Schedule(Section):
     """The learning rate schedule; lengths are fractions of train.steps."""
 
-    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES."""
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "exponential"] = "cosine"
+    """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES. `exponential` rises,
+    for learning-rate range tests (`dtron bench lr`)."""
     warmup: Warmup = Field(default=0.1, ge=0, le=1e9)
     """Fraction of the steps, below 1, in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
     """Fraction of the steps, at the end of the run, in which the learning rate falls; for `wsd`
     only."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate divided by the peak, for linear, cosine and wsd."""
+    """Last learning rate divided by the peak, for linear, cosine and wsd; the first one for
+    exponential."""
 
 
 class Recompute(Section):

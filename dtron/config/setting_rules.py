@@ -186,8 +186,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("schedule.decay", needs='schedule.name = "wsd"'),
     Rule(
         "schedule.min_ratio",
-        lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
-        needs="schedule.name = linear, cosine or wsd",
+        lambda c: c.schedule.name in ("linear", "cosine", "wsd", "exponential"),
+        needs="schedule.name = linear, cosine, wsd or exponential",
+    ),
+    Rule(
+        "schedule.min_ratio schedule.name",
+        lambda c: c.schedule.name != "exponential" or c.schedule.min_ratio > 0,
+        'schedule.min_ratio = 0 with schedule.name = "exponential": the rate would stay 0; use a '
+        "ratio such as 1e-6",
     ),
     Rule(
         "recompute.every recompute.first recompute.modules",
