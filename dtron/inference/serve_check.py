@@ -193,7 +193,7 @@ def _of_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> 
             f"dtron serve-check needs transformers ({error}); run pip install 'dtron[hf]'"
         ) from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -28,6 +28,7 @@ from dtron.data import (
     identity_of,
     load_tokenizer,
     open_all,
+    open_validation,
     prepare,
     wait_for,
 )
@@ -225,17 +226,7 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
 def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
-    return open_sets(config, tokenizer, place)
-
-
-def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
-    """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
-    if place.local_rank == 0:
-        prepare(config.data, config.train.seq_len)
-    else:
-        wait_for(
-            config.data, config.train.seq_len, max(STALE_SECONDS, config.parallel.timeout_seconds)
-        )
+    _prepare(config, place, training=True)
     train, validation = open_all(
         config.data,
         seq_len=config.train.seq_len,
@@ -243,6 +234,22 @@ def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetu
         global_batch=config.train.global_batch,
     )
     return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
+
+
+def open_sets(config: RunConfig, place: Place) -> dict[str, ValidationSource]:
+    """Open the validation sets by name, without the training data."""
+    _prepare(config, place, training=False)
+    return open_validation(config.data, config.train.seq_len)
+
+
+def _prepare(config: RunConfig, place: Place, training: bool) -> None:
+    """Prepare the data on the first rank of a host; the others wait for its cache."""
+    data, seq_len = config.data, config.train.seq_len
+    if place.local_rank == 0:
+        prepare(data, seq_len, training)
+    else:
+        seconds = max(STALE_SECONDS, config.parallel.timeout_seconds)
+        wait_for(data, seq_len, seconds, training)
 
 
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:

@@ -56,6 +56,17 @@ def test_the_loss_is_that_of_the_run(run: Path, output: Output) -> None:
     assert output().startswith(f"validation_loss  {logged:.4f}  perplexity ")
 
 
+def test_training_data_of_which_nothing_is_held_out_is_not_read(
+    run: Path, tmp_path: Path, output: Output
+) -> None:
+    (tmp_path / "own.txt").write_text("In the beginning God created. " * 60, encoding="utf-8")
+    named = f'data.validation=[{{name = "own", paths = ["{tmp_path / "own.txt"}"]}}]'
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    words = ['data.paths=["gone.jsonl"]', "data.validation_fraction=0", named, cache]
+    assert cli.commands(["eval", "--json", str(run), *words]) == 0
+    assert json.loads(output()).keys() == {"validation_loss", "validation_loss/own"}
+
+
 @pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"])
 def test_layouts_give_the_same(run: Path, tmp_path: Path, output: Output, layout: str) -> None:
     for command in (["eval", "--json", str(run)], ["generate", str(run), *PROMPT]):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -49,12 +49,15 @@ def stepped(p: torch.nn.Parameter, grads: list[Tensor], skip: bool = False) -> A
 def test_updates_are_those_of_torchao() -> None:
     """Rows are whole blocks, so that blocks are the same; skipped steps change nothing."""
     theirs, ours = start(), torch.nn.Parameter(start())
-    moments = [OptimState8bit.zeros(theirs.shape, s, 256, "cpu", torch.float32) for s in (1, 0)]
+    moments = [
+        OptimState8bit.zeros(theirs.shape, s, 256, "cpu", torch.float32) for s in (True, False)
+    ]
     decay, eps = OPTIONS.weight_decay, OPTIONS.eps
     for step, gradient in enumerate(gradients()):
         count, rate = torch.tensor(step + 1.0), torch.tensor(0.1)
-        moved = (gradient, count, *moments, None, rate, OPTIONS.beta1, OPTIONS.beta2, decay, eps)
-        single_param_adam(theirs, *moved, True, False)
+        betas = OPTIONS.beta1, OPTIONS.beta2
+        state = (gradient, count, moments[0], moments[1], None)
+        single_param_adam(theirs, *state, rate, *betas, decay, eps, True, False)
     optimizer = stepped(ours, gradients(), skip=True)
     state = optimizer.state[ours]
     assert (ours - theirs).abs().max() < 1e-6
@@ -80,8 +83,13 @@ def on_shards() -> tuple[Tensor, str]:
     try:
         check_blocks("w", narrow)
     except ConfigError as error:
-        return p.detach().full_tensor(), str(error)
-    return p.detach().full_tensor(), ""
+        return whole(p), str(error)
+    return whole(p), ""
+
+
+def whole(p: torch.nn.Parameter) -> Tensor:
+    assert isinstance(p.data, DTensor)
+    return p.data.full_tensor()
 
 
 def test_shards_are_updated_as_the_whole_matrix() -> None:

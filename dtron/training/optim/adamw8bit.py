@@ -63,9 +63,20 @@ class AdamW8bit(AdamW):
         state["step"] += factor.isfinite()
         run = self._compiled if p.is_cuda else _update_chunk
         rate = torch.full((), group["lr"], device=p.device)  # a number would be compiled in
-        fixed = (*group["betas"], group["eps"], group["weight_decay"])
+        beta1, beta2 = group["betas"]
         for chunk in _chunks(p, state):
-            run(*chunk, *self._maps, state["step"], factor, rate, *fixed)
+            run(
+                **chunk,
+                first_map=self._maps[0],
+                second_map=self._maps[1],
+                step=state["step"],
+                factor=factor,
+                rate=rate,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                decay=group["weight_decay"],
+            )
 
     def _quantized_state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
@@ -110,18 +121,24 @@ def _zero_scales(p: Tensor) -> Tensor:
     )
 
 
-def _chunks(p: Tensor, state: dict[str, Tensor]) -> Iterator[list[Tensor]]:
-    """Yield views of at most _CHUNK elements of a shard.
-
-    Weight, gradient, and the codes and scales of both moments.
-    """
+def _chunks(p: Tensor, state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield views of at most _CHUNK elements of a shard, as arguments of `_update_chunk`."""
     assert p.grad is not None, "it is a member of a step"
-    whole = [local_part(p).view(-1), local_part(p.grad).reshape(-1)]
-    names = [f"{name}_{kind}" for name in _MOMENTS for kind in ("codes", "scales")]
-    whole += [local_part(state[name]).view(-1) for name in names]
-    n = [_CHUNK // BLOCK if name.endswith("scales") else _CHUNK for name in ["", "", *names]]
-    for i in range(-(-len(whole[0]) // _CHUNK)):
-        yield [x[i * size : (i + 1) * size] for x, size in zip(whole, n, strict=True)]
+    whole = {"weight": local_part(p).view(-1), "gradient": local_part(p.grad).reshape(-1)}
+    for argument, moment in zip(("first", "second"), _MOMENTS, strict=True):
+        for kind in ("codes", "scales"):
+            whole[f"{argument}_{kind}"] = local_part(state[f"{moment}_{kind}"]).view(-1)
+    for first in range(0, whole["weight"].numel(), _CHUNK):
+        yield {
+            name: _part(x, first // BLOCK, _CHUNK // BLOCK)
+            if name.endswith("scales")
+            else _part(x, first, _CHUNK)
+            for name, x in whole.items()
+        }
+
+
+def _part(x: Tensor, first: int, n: int) -> Tensor:
+    return x[first : first + n]
 
 
 def _update_chunk(

@@ -6,7 +6,7 @@ optimizer's state has tensors only, of the parameter's shape or scalars, which c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def custom_optimizer(name: str) -> OptimizerFactory | None:
             f"{setting} is a {type(factory).__name__}, not a function; name a function of named "
             "parameters and the section [optim]"
         )
-    return factory
+    return cast(OptimizerFactory, factory)
 
 
 def build_custom(
