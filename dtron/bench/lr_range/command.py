@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], new_folder: Callable[[], Path]) -> int:
     Args:
         new_folder: makes the folder of log, picture and points, if --out does not name one.
     """
-    given = _parser().parse_intermixed_args(arguments)
+    given = lr_parser().parse_intermixed_args(arguments)
     if not 0 < given.low < given.high < math.inf:
         raise ConfigError(
             f"--low {given.low:g} and --high {given.high:g}: the rate grows from LOW to HIGH; use "
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str], new_folder: Callable[[], Path]) -> int:
     return 0 if best is not None else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def lr_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="dtron bench lr", description=__doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's TOML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
