@@ -45,8 +45,9 @@ class AdamW8bit(AdamW):
     def __init__(self, groups: list[dict], **settings: Any) -> None:
         super().__init__(groups, None, **settings)
         device = self.param_groups[0]["params"][0].device
-        signed = torch.tensor(create_dynamic_map(signed=True), device=device)
-        self._maps = signed, torch.tensor(create_dynamic_map(signed=False), device=device)
+        maps = [create_dynamic_map(signed) for signed in (True, False)]
+        self._zero_codes = [values.index(0) for values in maps]
+        self._maps = [torch.tensor(values, device=device) for values in maps]
         """Maps of both moments: codes -> values in [-1, 1] and [0, 1]."""
         self._compiled = torch.compile(_update_chunk, dynamic=True)
         self.register_load_state_dict_post_hook(_restore_codes)
@@ -82,8 +83,7 @@ class AdamW8bit(AdamW):
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            for name, values in zip(_MOMENTS, self._maps, strict=True):
-                zero = int((values == 0).nonzero()[0, 0])
+            for name, zero in zip(_MOMENTS, self._zero_codes, strict=True):
                 state[f"{name}_codes"] = torch.full_like(p, zero, dtype=torch.uint8)
                 state[f"{name}_scales"] = _zero_scales(p)
         return state
