@@ -162,6 +162,12 @@ def _generate(arguments: Sequence[str]) -> int:
     return _to_reader(lambda: generate(arguments))
 
 
+def _serve_check(arguments: Sequence[str]) -> int:
+    from dtron.inference.serve_check import main as check  # imports torch, as the others
+
+    return _to_reader(lambda: check(arguments))
+
+
 def _to_reader(command: Callable[[], int]) -> int:
     """Run a command that prints; return `_CLOSED` if the reader closes the pipe, as `head` does."""
     try:
@@ -184,6 +190,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         _convert,
         "convert Hugging Face folders to checkpoints and back",
     ),
+    "serve-check": (_serve_check, "compare a checkpoint's logits with its export's"),
 }
 
 
@@ -195,7 +202,7 @@ def _unknown_command(words: Sequence[str]) -> str:
 
 
 def _commands_help() -> str:
-    lines = [f"  {name:10}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:13}{summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(["usage: dtron COMMAND ...; dtron COMMAND --help", "", *lines])
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.io.safetensors_file import Region
-from dtron.io.user_code import registered
+from dtron.io.user_code import check_unique, registered
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig, overridden
-from dtron.models.custom import GROUP, check_unique, custom_spec
+from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
@@ -39,6 +39,7 @@ __all__ = [
     "ModelSpec",
     "build_model",
     "choose_backend",
+    "fill_model",
     "from_hf",
     "hf_folder",
     "model_config",
@@ -59,7 +60,7 @@ def model_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: there is no such family, several have the name, or its import fails.
     """
-    check_unique(name, name in MODELS)
+    check_unique("model.name", name, GROUP, name in MODELS)
     if spec := MODELS.get(name) or custom_spec(name):
         return spec
     known = [*MODELS, *registered(GROUP)]
@@ -173,10 +174,25 @@ def from_hf(
     backend = choose_backend(attention, needs)
     with torch.device("meta"):
         model = build_model(folder.family, config, backend)
-    for fqn in folder.ours:
-        value = folder.read(fqn).to(device, folder.dtype(fqn, dtype))
+    values = ((fqn, folder.read(fqn).to(folder.dtype(fqn, dtype))) for fqn in folder.ours)
+    return fill_model(model, config, values, device)
+
+
+@torch.no_grad()
+def fill_model(
+    model: nn.Module,
+    config: DecoderConfig,
+    values: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+) -> nn.Module:
+    """Replace all parameters and saved buffers of a model on meta; return it for evaluation.
+
+    Args:
+        values: (FQN, tensor) of each, a tied weight once.
+    """
+    for fqn, value in values:
         module, _, attribute = fqn.rpartition(".")
-        owner = model.get_submodule(module)
+        owner, value = model.get_submodule(module), value.to(device)
         is_parameter = isinstance(getattr(owner, attribute), nn.Parameter)
         setattr(owner, attribute, nn.Parameter(value) if is_parameter else value)
     shared = [*(["head"] if config.tied else []), *(["mtp_embed"] if config.mtp else [])]

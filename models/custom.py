@@ -4,24 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dtron.errors import ConfigError
-from dtron.io.user_code import import_named, package_of, registered
+from dtron.io.user_code import import_custom
 from dtron.models.config import DecoderConfig
 from dtron.models.spec import ModelSpec
 
 GROUP = "dtron.models"
 """Group of entry points `SHORT_NAME = "MODULE:NAME"`."""
-
-
-def check_unique(name: str, is_built_in: bool) -> None:
-    """Raise ConfigError if several packages, or dtron and a package, have a model of this name."""
-    entries = registered(GROUP).get(name, ())
-    if len(entries) + is_built_in > 1:
-        owners = [*(["dtron"] if is_built_in else []), *map(package_of, entries)]
-        raise ConfigError(
-            f"model.name = {name} is a model of {' and of '.join(owners)}; use model.name = "
-            f'"{" or ".join(entry.value for entry in entries)}", or uninstall the package that '
-            "you do not use"
-        )
 
 
 def custom_spec(name: str) -> ModelSpec | None:
@@ -32,7 +20,7 @@ def custom_spec(name: str) -> ModelSpec | None:
     Raises:
         ConfigError: the import fails, or the object is not a ModelSpec with sizes.
     """
-    if (imported := import_named("model.name", name, GROUP)) is None:
+    if (imported := import_custom("model.name", name, GROUP)) is None:
         return None
     setting, found = imported
     if not isinstance(found, ModelSpec):

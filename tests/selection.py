@@ -19,6 +19,8 @@ FULL_FILES = (
     "data/corpus/test_data_s3.py",
     "faults/test_clusters.py",  # skypilot, kubernetes-validate
     "huggingface/test_huggingface.py",
+    "inference/test_harness.py",  # lm-eval
+    "inference/test_serve_check.py",
     "models/test_hf.py",
     "models/test_moe_references.py",
     "models/test_references.py",
@@ -84,6 +86,19 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "inference/test_inference.py": {
         "test_layouts_give_the_same": "tp=2",
+        "test_scores_are_those_of_the_module_in_every_layout": "tp=2",
+    },
+    "training/test_adamw8bit.py": {
+        "test_layouts_train_alike_and_resume_in_others": NONE,
+    },
+    "training/test_custom_optimizer.py": {
+        "test_torchs_adamw_trains_as_dtrons_in_layouts_and_after_a_resume": "tp",
+    },
+    "training/test_average.py": {
+        "test_layouts_have_the_same_average_and_a_resume_keeps_it": "tp",
+    },
+    "checkpoints/test_best.py": {
+        "test_the_best_checkpoint_is_kept_and_training_stops_early": "async",
     },
     "run/test_trackers.py": {  # wandb and mlflow are not in the extra `test`
         "test_weights_and_biases_offline": NONE,

@@ -12,6 +12,7 @@ import pytest
 
 from dtron.bench.command import bench_parser
 from dtron.bench.kernels import kernels_parser
+from dtron.bench.lr_range.command import lr_parser
 from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points
 from dtron.checkpoint.convert import convert_parser
@@ -73,6 +74,9 @@ def test_bench_commands_are_accepted(page: Path) -> None:
         words = shlex.split(line)[2:]
         if words[0] == "kernels":
             kernels_parser().parse_args(words[1:])
+            continue
+        if words[0] == "lr":
+            lr_parser().parse_args(words[1:])
             continue
         given = bench_parser().parse_args(words)
         options = Options(ranks=given.nproc_per_node or 1)

@@ -25,6 +25,7 @@ from dtron.bench.frameworks import (
     require,
     run_peer,
 )
+from dtron.bench.lr_range import command as lr_range
 from dtron.bench.run import (
     NEVER,
     Options,
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     _refuse_torchrun()
     if arguments and arguments[0] == "kernels":
         return kernels.main(arguments[1:])
+    if arguments and arguments[0] == "lr":
+        return lr_range.main(arguments[1:], lambda: new_folder(Path("runs/bench")))
     given = bench_parser().parse_intermixed_args(arguments)
     console = report.bench_console()
     options = _options(given)
@@ -282,7 +285,8 @@ def bench_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="dtron bench",
         description="Measure a run's speed, for every combination of settings. "
-        "`dtron bench kernels` measures single kernels.",
+        "`dtron bench kernels` measures single kernels; `dtron bench lr` is a learning-rate range "
+        "test.",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's TOML file")
     parser.add_argument(

@@ -122,6 +122,7 @@ _TITAN_LACKS = (
     "optim.name",
     "optim.moments",
     "optim.groups",
+    "optim.ema",
     "recompute.first",
     "recompute.modules",
     "recompute.offload",

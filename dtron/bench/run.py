@@ -32,6 +32,8 @@ FORCED: dict[str, Any] = {
     "train.tokens": 0,
     "train.eval_sequences": 0,
     "train.eval_interval": 0,
+    "train.stop_after": 0,
+    "checkpoint.best": "",
     "train.sample_tokens": 0,
     "checkpoint.interval": 0,
     "checkpoint.last": False,

@@ -40,7 +40,7 @@ from dtron.checkpoint.initial_weights import (
     open_initial,
 )
 from dtron.checkpoint.save import first_cause
-from dtron.config import RunConfig
+from dtron.config import Data, RunConfig
 from dtron.data.corpus.chat import TEMPLATE_FILE, stated_template
 from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
@@ -126,6 +126,8 @@ def convert_parser() -> argparse.ArgumentParser:
         "--file-gb", type=float, default=5.0, help="size limit of each file, in GB; default: 5"
     )
     two.add_argument("--model", default="", metavar="NAME", help=custom)
+    average = "write the averages of the weights (optim.ema)"
+    two.add_argument("--ema", action="store_true", help=average)
     two.set_defaults(run=to_hf_from)
     summary = "convert the adapters of a checkpoint of LoRA to a folder that PEFT loads"
     three = commands.add_parser("to-peft", help=summary, description=summary)
@@ -197,9 +199,12 @@ def to_hf_from(given: argparse.Namespace) -> None:
     assert everyone is not None
     check_agreement(path, everyone)
     check_content(path, everyone)
-    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else trained_tokenizer(path)
-    size, template = round(given.file_gb * _GB), trained_template(path)
-    to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template)
+    data = data_of_run(path)
+    tokenizer = _named_tokenizer(given.tokenizer) if given.tokenizer else None
+    tokenizer = tokenizer or trained_tokenizer(path, data)
+    template = trained_template(data)
+    size = round(given.file_gb * _GB)
+    to_hf_folder(path, given.out, given.dtype, tokenizer, size, given.model, template, given.ema)
 
 
 def to_peft_from(given: argparse.Namespace) -> None:
@@ -268,9 +273,28 @@ def _named_tokenizer(named: Path | str) -> Path | str:
     return folder
 
 
-def trained_tokenizer(checkpoint: Location) -> Path | str | None:
+def data_of_run(checkpoint: Location) -> Data | None:
+    """Return the section [data] of a checkpoint's run; None: its config is missing."""
+    run = config_of_run(checkpoint)
+    return None if run is None else RunConfig.load(run).data
+
+
+def trained_template(data: Data | None) -> str:
+    """Return the chat template that a run set, which tokenizer files lack; empty: none.
+
+    Args:
+        data: from `data_of_run`.
+    Raises:
+        ConfigError: the template's file cannot be read.
+    """
+    return stated_template(data) if data is not None and data.has_chats else ""
+
+
+def trained_tokenizer(checkpoint: Location, data: Data | None) -> Path | str | None:
     """Return the folder of a checkpoint's tokenizer files, or "byte"; None: unknown.
 
+    Args:
+        data: from `data_of_run`.
     Raises:
         CheckpointError: the run's tokenizer is missing, or was changed after training.
     """
@@ -278,9 +302,8 @@ def trained_tokenizer(checkpoint: Location) -> Path | str | None:
         return None
     if (checkpoint / "tokenizer.json").is_file():
         return checkpoint
-    if (run := config_of_run(checkpoint)) is None:
+    if data is None:
         return None
-    data = RunConfig.load(run).data
     if data.tokenizer == "byte":
         return "byte"
     folder = tokenizer_file(data.tokenizer).parent
@@ -290,23 +313,12 @@ def trained_tokenizer(checkpoint: Location) -> Path | str | None:
         raise CheckpointError(f"{error}; or name its folder with --tokenizer FOLDER") from None
     if found != read_metadata(checkpoint).data.get("tokenizer", found):
         raise CheckpointError(
-            f"{folder} (data.tokenizer in {run}) is no longer the tokenizer that the run was "
-            "trained with; name the folder of that tokenizer with --tokenizer FOLDER"
+            f"{folder} (data.tokenizer in {config_of_run(checkpoint)}) is no longer the tokenizer "
+            "that the run was trained with; name the folder of that tokenizer with --tokenizer "
+            "FOLDER"
         )
-    log.info("tokenizer files are copied from %s (data.tokenizer in %s)", folder, run)
+    log.info("tokenizer files are copied from %s (data.tokenizer of its run)", folder)
     return folder
-
-
-def trained_template(checkpoint: Location) -> str:
-    """Return the chat template that a run set, which tokenizer files lack; empty: none.
-
-    Raises:
-        ConfigError: the template's file cannot be read.
-    """
-    if (run := config_of_run(checkpoint)) is None:
-        return ""
-    data = RunConfig.load(run).data
-    return stated_template(data) if data.has_chats else ""
 
 
 def to_hf_folder(
@@ -317,6 +329,7 @@ def to_hf_folder(
     file_bytes: int = 5 * _GB,
     name: str = "",
     template: str = "",
+    average: bool = False,
 ) -> None:
     """Convert a checkpoint to a folder for transformers; all ranks call it together.
 
@@ -329,6 +342,7 @@ def to_hf_folder(
         file_bytes: maximum size of each file.
         name: the custom model of the checkpoint, MODULE:NAME; empty: a model of dtron.
         template: text of chat_template.jinja; empty: that of the tokenizer files, if they have one.
+        average: write the averages of the weights (`optim.ema`).
     Raises:
         ConfigError: the checkpoint is of another model than `name`.
         CheckpointError: transformers has no such model, a file cannot be read, or `out` exists.
@@ -343,7 +357,8 @@ def to_hf_folder(
         config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})
     with torch.device("meta"):
         model = build_model(initial.name, config, BACKENDS["math"])
-    hf, reader, spec = hf_of(initial.name), ShardReader(initial.path), model_spec(initial.name)
+    hf, reader = hf_of(initial.name), ShardReader(initial.path, average)
+    spec = model_spec(initial.name)
     for fqn, parameter in model.named_parameters():
         check_float(fqn, reader.dtype(f"model.{fqn}"), parameter.dtype)
 

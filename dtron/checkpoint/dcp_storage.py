@@ -406,15 +406,31 @@ def region_of(item: ReadItem) -> Region:
 class ShardReader(StoredReader):
     """Reads the files of a ShardWriter into tensors of any parallel layout.
 
+    Args:
+        average: read the averages of weights (`optim.ema`) under the names of weights. Buffers,
+            which have none, are those of the model.
+
     Attributes:
         index: content of index.json.
     Raises:
-        CheckpointError: the index is damaged.
+        CheckpointError: the index is damaged, or has no averages.
     """
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Location, average: bool = False) -> None:
         self.folder, self.index = folder, read_index(folder)
         self._open: dict[str, StoredTensors] = {}
+        self._names = _averages(self.index) if average else {}
+        """Names in the files of tensors that are read under other names."""
+        if average and not self._names:
+            raise CheckpointError(
+                f"{folder} has no average of weights: its run had optim.ema = 0; leave out --ema"
+            )
+        for alias, name in self._names.items():
+            self.index.tensors[alias] = self.index.tensors[name]
+            for chunk in self.index.tensors[name].chunks:
+                old, new = (MetadataIndex(each, chunk.offsets) for each in (name, alias))
+                self.index.places[new] = self.index.places[old]
+                self.index.sizes[new] = self.index.sizes[old]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of all tensors."""
@@ -466,12 +482,20 @@ class ShardReader(StoredReader):
         with reading(self.folder / name):
             if name not in self._open:
                 self._open[name] = StoredTensors(self.folder / name)
-            stored = self._open[name].get_slice(_part_name(index))
+            own = replace(index, fqn=self._names.get(index.fqn, index.fqn))
+            stored = self._open[name].get_slice(_part_name(own))
             dtype = DTYPE_NAMES[self.index.tensors[index.fqn].properties.dtype]
             wanted = (dtype, list(self.index.sizes[index]))
             if (found := (DTYPE_NAMES[stored.dtype], stored.shape)) != wanted:
                 raise ValueError(f"{index.fqn} is {found[0]} {found[1]} in {name}, not {wanted}")
             return stored
+
+
+def _averages(index: Index) -> dict[str, str]:
+    """Return the name of each weight's average by the name of the weight."""
+    weights = [name.removeprefix("model.") for name in index.tensors if name.startswith("model.")]
+    names = {f"model.{fqn}": f"optimizer.state.{fqn}.ema" for fqn in weights}
+    return {weight: name for weight, name in names.items() if name in index.tensors}
 
 
 def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:

@@ -2,6 +2,8 @@
 
     RUN/checkpoints/step-N/     files of `dcp_storage.py`; dtron.json: step, data position, model
     RUN/checkpoints/latest      name of the newest committed checkpoint, for people and scripts
+    RUN/checkpoints/best        name of the best checkpoint (checkpoint.best), which is kept; it is
+                                found as RUN/best too
 
 A folder is a checkpoint if it has a dtron.json. This file is written atomically after all other
 files have reached the disk or the object store, and it is deleted first. So a half-written or
@@ -42,6 +44,7 @@ from dtron.io.untrusted import INDEX_BYTES
 
 log = logging.getLogger("dtron")
 METADATA = "dtron.json"
+BEST = "best"
 _ABANDONED = "abandoned.json"
 """METADATA is renamed to this when training continues from an earlier step."""
 PROBE = "latest.partial"
@@ -50,7 +53,7 @@ _STEP = re.compile(r"[0-9]{1,18}")
 _OWN_FILES = re.compile(
     rf"rank-\d+\.safetensors|(index|dtron|abandoned)\.json({PARTIAL_SUFFIX}|\.partial)?"
 )
-_PARTIAL = re.compile(rf"latest({PARTIAL_SUFFIX}|\.partial)")
+_PARTIAL = re.compile(rf"(latest|best)({PARTIAL_SUFFIX}|\.partial)")
 """Names of PROBE and of temporary files of `latest` that a killed run has left."""
 RESUME = "set checkpoint.resume ="
 """Start of the fix in an error about a checkpoint to resume from."""
@@ -60,6 +63,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "data": {"sequence": _Count},
     "settings": {"train.seq_len": Annotated[int, Field(gt=0, le=2**31)]},
     "schedule": {"train.steps": _Count, "warmup_steps": _Count, "optim.lr": float},
+    "best": {"metric": str, "loss": float, "step": _Count, "since": _Count},
     "faults": {"rollbacks": _Count, "spikes": dict[str, float]},
 }
 """Types of entries in the dicts of dtron.json, by field and key; checked by `_entry_error`."""
@@ -88,6 +92,9 @@ class CheckpointMetadata:
     """State of the run's guards: means of the loss, number of rollbacks."""
     schedule: dict[str, Any] = field(default_factory=dict)
     """Keys of the run's config that learning rates depend on, and `warmup_steps`."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """State of `BestLoss`: metric, loss and step of the best validation, and the number of
+    validations since."""
     automatic: dict[_Key, Any] = field(default_factory=dict)
     """Keys of the run's config that were chosen automatically, with their values."""
 
@@ -105,12 +112,12 @@ class CheckpointMetadata:
 def _entry_error(metadata: CheckpointMetadata) -> str | None:
     """Return an error for the first invalid entry of _ENTRIES; None: all are valid.
 
-    Entries may be missing, except those of a non-empty `schedule`.
+    Entries may be missing, except those of a non-empty `schedule` or `best`.
     """
     for name, kinds in _ENTRIES.items():
         found = getattr(metadata, name)
         for key, kind in kinds.items():
-            if key not in found and not (found and name == "schedule"):
+            if key not in found and not (found and name in ("schedule", "best")):
                 continue
             try:
                 TypeAdapter(kind).validate_python(found.get(key), strict=True)
@@ -249,10 +256,14 @@ def find_weights(path: Location | str, besides: str = "") -> Location:
 
 
 def _checkpoint_in(path: Location | str) -> Location | None:
-    """Return the checkpoint at a path, or the newest valid checkpoint of a run at this path."""
+    """Return the checkpoint at a path, the newest valid checkpoint of a run at this path, or the
+    best checkpoint for the path RUN/best."""
     where = listed(location(path))
     if is_file(where / METADATA):
         return where
+    if where.name == BEST:
+        found = [best_of(each) for each in (where.parent / "checkpoints", where.parent)]
+        return next((each for each in found if each is not None), None)
     return newest_good([where / "checkpoints", where])
 
 
@@ -417,6 +428,29 @@ def commit(folder: Location, metadata: CheckpointMetadata) -> None:
         log.warning("%s cannot be written: %s; checkpoint %s is complete", latest, error, folder)
 
 
+def name_best(checkpoints: Location, step: int) -> None:
+    """Write the name of the best checkpoint to `best`; remove the file if it is not complete.
+
+    Raises OSError: the file cannot be read or written.
+    """
+    best = checkpoints / f"step-{step}"
+    if not (best / METADATA).exists():
+        delete(checkpoints / BEST)
+    elif best_of(checkpoints) != best:
+        write_atomically(checkpoints / BEST, best.name + "\n")
+
+
+def best_of(checkpoints: Location) -> Location | None:
+    """Return the complete checkpoint that `best` names; None: there is none.
+
+    Raises OSError: the file cannot be read.
+    """
+    if not is_file(checkpoints / BEST):
+        return None
+    found = checkpoints / read(checkpoints / BEST).decode(errors="replace").strip()
+    return found if step_of(found) and (found / METADATA).exists() else None
+
+
 def delete_old(
     checkpoints: Location,
     newest: Location,
@@ -426,12 +460,13 @@ def delete_old(
 ) -> None:
     """Delete abandoned checkpoints and all but the `keep` newest (0: keep all).
 
-    Never delete `newest`, checkpoints in `kept`, or steps that are multiples of `keep_every`.
+    Never delete `newest`, the best checkpoint, checkpoints in `kept`, or steps that are multiples
+    of `keep_every`.
     Raises OSError: a checkpoint cannot be read or deleted.
     """
     old = sorted(complete(checkpoints), key=step_of)[:-keep] if keep else []
     spared = {path for path in old if keep_every and step_of(path) % keep_every == 0}
-    old = [path for path in old if path not in {newest, *kept, *spared}]
+    old = [path for path in old if path not in {newest, best_of(checkpoints), *kept, *spared}]
     if not isinstance(checkpoints, Remote):  # in a store, one request deletes all files
         for path in old:
             _invalidate(path)

@@ -52,10 +52,16 @@ class InitialWeights:
     """Adapters of the checkpoint; `rank` is 0 without adapters."""
     adapter: PeftFolder | None = None
     """An open adapter in PEFT's format, loaded after the weights; None: none."""
+    average: bool = False
+    """Read the averages of the weights (`optim.ema`)."""
 
     def reader(self) -> dcp.StorageReader:
         """Return a reader of the weights for `dcp.load`."""
-        return ShardReader(self.path) if self.folder is None else HuggingFaceReader(self.folder)
+        if self.folder is None:
+            return ShardReader(self.path, self.average)
+        if self.average:
+            raise ConfigError(f"--ema: {self.path} is a Hugging Face folder, which has no averages")
+        return HuggingFaceReader(self.folder)
 
 
 class HuggingFaceReader(StoredReader):

@@ -31,6 +31,7 @@ from dtron.checkpoint.directory import (
     commit,
     delete_checkpoint,
     delete_old,
+    name_best,
     prepare_folder,
     problem,
 )
@@ -183,7 +184,9 @@ class Saver:
     def _finish(self, folder: Location, metadata: CheckpointMetadata) -> None:
         commit(folder, metadata)
         self._committed = True
-        if self.on_commit is not None:
+        if self.on_commit is not None:  # the folder is in the durable location
+            if metadata.best:
+                name_best(folder.parent, metadata.best["step"])
             self.on_commit(folder)
 
     def _is_there(self, source: Location, folder: Location) -> bool:

@@ -32,12 +32,17 @@ def _inverse_sqrt(step: int, _steps: int, warmup: int, _options: Schedule) -> fl
     return math.sqrt(max(1, warmup) / (step + 1))
 
 
+def _exponential(step: int, steps: int, warmup: int, options: Schedule) -> float:
+    return options.min_ratio ** (1.0 - _progress(step, steps, warmup))
+
+
 SCHEDULES: dict[str, Callable[[int, int, int, Schedule], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,
     "wsd": _wsd,
     "inverse_sqrt": _inverse_sqrt,
+    "exponential": _exponential,
 }
 
 
@@ -52,7 +57,7 @@ def learning_rate(
     """Return the learning rate of update `step` (0-based) of `steps`.
 
     The rate rises linearly to `peak` in the warm-up and then follows SCHEDULES[options.name];
-    linear and cosine reach min_ratio * peak at the last step.
+    linear and cosine reach min_ratio * peak at the last step; exponential rises from there.
 
     Args:
         warmup: number of warm-up steps; None: `warmup_steps` computes it.

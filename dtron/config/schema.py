@@ -324,6 +324,9 @@ class Train(Section):
     """Steps between validations; 0: only after the last step."""
     eval_sequences: int = Field(default=64, ge=0, le=MAX_SEQUENCES)
     """Maximum number of sequences of each validation set; 0: no validation."""
+    stop_after: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Early stop: end the run after this number of validations in a row in which `checkpoint.best`
+    has not improved; 0: train all steps."""
     sample_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens of sample text to generate after the last step; 0: none."""
     sample_prompt: Text = "In the beginning"
@@ -333,8 +336,11 @@ class Train(Section):
     rank waits for the collection of another rank."""
 
 
-MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0}
-"""Moments per parameter, by optimizer; Muon has one of each matrix that it updates itself."""
+MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "adamw8bit": (2, 2), "sgd": (0, 0)}
+"""Moments by optimizer: of most parameters, and of the matrices of layers (hidden)."""
+_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+_BYTES_8BIT = 1 + 4 / 256
+"""Bytes per element of a moment of AdamW8bit: a code, and a float32 scale for 256 elements."""
 
 
 class OptimGroup(Section):
@@ -351,10 +357,12 @@ class OptimGroup(Section):
 class Optim(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
-    """A key of dtron.training.optim.OPTIMIZERS. `muon`: Muon for the matrices of layers, AdamW for
-    the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum. `sgd` has no
-    momentum and no weight decay."""
+    name: Text = "adamw"
+    """adamw, muon, lion, adamw8bit or sgd. Or a custom optimizer: `MODULE:NAME`, a function in a
+    module of an installed package or of the working directory; or the name of an entry point of
+    group `dtron.optimizers`. `muon`: Muon for the matrices of layers, AdamW for
+    the rest (embeddings, head, norms, biases, routers). `lion`: signs of the momentum.
+    `adamw8bit`: AdamW with moments in 8 bits. `sgd` has no momentum and no weight decay."""
     lr: float = Field(default=3e-4, gt=0, le=1e6)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -374,25 +382,41 @@ class Optim(Section):
     """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
     4 of Muon's matrices and of Lion. beta2 and momentum must then be at most 0.99, since the
     smaller changes of larger ones are lost in bfloat16."""
+    ema: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, such as 0.999: 4 more bytes per
+    parameter, sharded as moments are. `dtron eval`, `generate` and `convert to-hf` use it with
+    --ema. 0: none."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
     groups: tuple[OptimGroup, ...] = Field(default=(), strict=False)
     """Parameters with their own `lr` or `weight_decay`: tables [[optim.groups]]. The first table
     that matches a parameter applies."""
 
+    def state_bytes(self, hidden: bool) -> list[float]:
+        """Return the bytes per element of each tensor of a parameter's state.
+
+        Args:
+            hidden: of a matrix of a layer, which Muon would update.
+        """
+        number = MOMENTS.get(self.name, MOMENTS["adamw"])[hidden]  # a custom one is unknown
+        each = _BYTES_8BIT if self.name == "adamw8bit" else _BYTES[self.moments]
+        return [each] * number + ([4.0] if self.ema else [])
+
 
 class Schedule(Section):
     """The learning rate schedule; lengths are fractions of train.steps."""
 
-    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES."""
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "exponential"] = "cosine"
+    """Shape of the schedule, a key of dtron.config.learning_rate.SCHEDULES. `exponential` rises,
+    for learning-rate range tests (`dtron bench lr`)."""
     warmup: Warmup = Field(default=0.1, ge=0, le=1e9)
     """Fraction of the steps, below 1, in which the learning rate rises linearly from 0."""
     decay: float = Field(default=0.2, ge=0, le=1)
     """Fraction of the steps, at the end of the run, in which the learning rate falls; for `wsd`
     only."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate divided by the peak, for linear, cosine and wsd."""
+    """Last learning rate divided by the peak, for linear, cosine and wsd; the first one for
+    exponential."""
 
 
 class Recompute(Section):
@@ -542,6 +566,10 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """With `keep`, also keep the checkpoints of steps that are multiples of this number; 0: none.
     """
+    best: Annotated[Text, Field(pattern=r"^(validation_loss(/.+)?)?$")] = ""
+    """Keep the checkpoint with the lowest value of this metric, besides the `keep` newest:
+    `validation_loss` or `validation_loss/NAME`. A validation that improves it saves a checkpoint,
+    whose name is RUN/best. Empty: none."""
     mode: Literal["sync", "async"] = "sync"
     """`sync`: training waits until the checkpoint is written. `async`: the state is copied to host
     memory (the size of a rank's weights and optimizer state), and a separate process writes it in

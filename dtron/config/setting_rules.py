@@ -16,7 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtron.config.rule import Rule, broken, changed, finds_none, passes
-from dtron.config.schema import Degree, Float8, Parallel, Train
+from dtron.config.schema import MOMENTS, Degree, Float8, Parallel, Train
+from dtron.errors import nearest
+from dtron.io.user_code import registered
 
 if TYPE_CHECKING:
     from dtron.config.run_config import RunConfig
@@ -112,6 +114,26 @@ def _idle_group_keys(config: "RunConfig") -> Iterator[str]:
             )
 
 
+def _unknown_optimizer(config: "RunConfig") -> Iterator[str]:
+    known = [*MOMENTS, *registered("dtron.optimizers")]
+    if (name := config.optim.name) not in known and ":" not in name:
+        yield (
+            f"optim.name = {name} is not known{nearest(name, known)}; use {', '.join(known)}, or "
+            "MODULE:NAME for a function of your own module"
+        )
+
+
+def _unknown_best(config: "RunConfig") -> Iterator[str]:
+    """Yield an error if no validation set logs `checkpoint.best`."""
+    sets = [name for name in (*config.data.parts, *config.data.validation_parts) if name]
+    metrics = ["validation_loss", *(f"validation_loss/{name}" for name in sets)]
+    if (best := config.checkpoint.best) and best not in metrics:
+        yield (
+            f"checkpoint.best = {best!r} is no metric of this run{nearest(best, metrics)}; use "
+            f"{' or '.join(metrics)}"
+        )
+
+
 def _known_steps(config: "RunConfig") -> float:
     """Return the steps of the run; infinite while they are to follow from epochs or tokens."""
     return math.inf if config.train.epochs or config.train.tokens else config.train.steps
@@ -128,12 +150,23 @@ _FLOAT8 = " ".join(
 )
 
 EFFECTS: tuple[Rule["RunConfig"], ...] = (
+    Rule("optim.name", finds_none(_unknown_optimizer)),
+    Rule("optim.groups", lambda c: c.optim.name in MOMENTS, needs="an optim.name of dtron"),
     Rule(
-        "optim.beta1 optim.beta2 optim.weight_decay optim.moments",
+        "optim.beta1 optim.beta2 optim.weight_decay",
         lambda c: c.optim.name != "sgd",
+        needs='optim.name = "adamw", "adamw8bit", "muon" or "lion"',
+    ),
+    Rule(
+        "optim.moments",
+        lambda c: c.optim.name not in ("sgd", "adamw8bit"),
         needs='optim.name = "adamw", "muon" or "lion"',
     ),
-    Rule("optim.eps", needs='optim.name = "adamw" or optim.name = "muon"'),
+    Rule(
+        "optim.eps",
+        lambda c: c.optim.name not in ("sgd", "lion"),
+        needs='optim.name = "adamw", "adamw8bit" or "muon"',
+    ),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
@@ -159,8 +192,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("schedule.decay", needs='schedule.name = "wsd"'),
     Rule(
         "schedule.min_ratio",
-        lambda c: c.schedule.name in ("linear", "cosine", "wsd"),
-        needs="schedule.name = linear, cosine or wsd",
+        lambda c: c.schedule.name in ("linear", "cosine", "wsd", "exponential"),
+        needs="schedule.name = linear, cosine, wsd or exponential",
+    ),
+    Rule(
+        "schedule.min_ratio schedule.name",
+        lambda c: c.schedule.name != "exponential" or c.schedule.min_ratio > 0,
+        'schedule.min_ratio = 0 with schedule.name = "exponential": the rate would stay 0; use a '
+        "ratio such as 1e-6",
     ),
     Rule(
         "recompute.every recompute.first recompute.modules",
@@ -224,6 +263,9 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.validation_fraction or c.data.validation,
         needs="data.validation_fraction: nothing is held out",
     ),
+    Rule("train.stop_after", needs="checkpoint.best"),
+    Rule("checkpoint.best", needs="train.eval_interval"),
+    Rule("checkpoint.best", finds_none(_unknown_best)),
     Rule("train.sample_prompt", needs="train.sample_tokens"),
     Rule("faults.spike_window faults.spike_deviations", needs="faults.on_spike"),
     Rule("faults.rollback_steps faults.max_rollbacks", needs='faults.on_spike = "rollback"'),

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from dtron.data.corpus.token_corpus import TokenCorpus
     from dtron.data.loader import Batch, Loader, validation_batches
     from dtron.data.packing import Packed, TrainingSource, ValidationSource, Waste
-    from dtron.data.sources import identity_of, open_all, open_data, prepare, wait_for
+    from dtron.data.sources import (
+        identity_of,
+        open_all,
+        open_data,
+        open_validation,
+        prepare,
+        wait_for,
+    )
     from dtron.data.tokenizer import Tokenizer, load_tokenizer
 
 _HOMES = {
@@ -19,7 +26,14 @@ _HOMES = {
     "corpus.token_corpus": ("TokenCorpus",),
     "loader": ("Batch", "Loader", "validation_batches"),
     "packing": ("Packed", "TrainingSource", "ValidationSource", "Waste"),
-    "sources": ("identity_of", "open_all", "open_data", "prepare", "wait_for"),
+    "sources": (
+        "identity_of",
+        "open_all",
+        "open_data",
+        "open_validation",
+        "prepare",
+        "wait_for",
+    ),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -38,6 +52,7 @@ __all__ = [
     "load_tokenizer",
     "open_all",
     "open_data",
+    "open_validation",
     "prepare",
     "validation_batches",
     "wait_for",

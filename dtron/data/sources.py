@@ -83,13 +83,14 @@ def corpus_of(data: Data) -> Corpus:
     return CORPORA.get(data.source, custom_corpus)(data)
 
 
-def prepare(data: Data, seq_len: int | None = None) -> None:
+def prepare(data: Data, seq_len: int | None = None, training: bool = True) -> None:
     """Tokenize all corpora of a data section and build their indices, by all cores.
 
     What exists is not built again. Streams need neither.
 
     Args:
         seq_len: T; count the sequences of T tokens too, where `data.packing` needs that.
+        training: false: only what `open_validation` opens.
     Raises:
         DataError: a document cannot be read, or the cache cannot be written.
         ConfigError: the tokenizer lacks an end-of-document token, or an extra is not installed.
@@ -98,7 +99,7 @@ def prepare(data: Data, seq_len: int | None = None) -> None:
         return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
     remove_stale(folder)
-    for where, part, trained in _corpora_of(data):
+    for where, part, trained in _corpora_of(data, training):
         with _naming(where), heartbeat(_heartbeat_path(part, tokenizer, folder)):
             corpus = _open_corpus(part, tokenizer, folder)
             index = open_or_build_index(corpus, part.validation_fraction, folder)
@@ -106,10 +107,16 @@ def prepare(data: Data, seq_len: int | None = None) -> None:
                 count_sequences(index, seq_len, part.packing)
 
 
-def _corpora_of(data: Data) -> list[tuple[str, Data, bool]]:
-    """Return, for each corpus, its key in the config, its section, and whether it is trained on."""
+def _corpora_of(data: Data, training: bool) -> list[tuple[str, Data, bool]]:
+    """Return, for each corpus, its key in the config, its section, and whether it is trained on.
+
+    Args:
+        training: false: leave out corpora of which nothing is held out.
+    """
     trained = [
-        (f"data.mixture: {name}" if name else "", each, True) for name, each in data.parts.items()
+        (f"data.mixture: {name}" if name else "", each, training)
+        for name, each in data.parts.items()
+        if training or each.validation_fraction
     ]
     sets = data.validation_parts.items()
     return [*trained, *((f"data.validation: {name}", each, False) for name, each in sets)]
@@ -127,8 +134,10 @@ def _naming(where: str) -> Iterator[None]:
         raise DataError(f"{where}: {text}") from error
 
 
-def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
+def wait_for(data: Data, seq_len: int, silent_seconds: float, training: bool = True) -> None:
     """Wait until another process has prepared the data, for sequences of seq_len tokens.
+
+    Arguments as of `prepare`.
 
     Raises:
         DataError: that process has had no heartbeat for `silent_seconds`.
@@ -136,7 +145,7 @@ def wait_for(data: Data, seq_len: int, silent_seconds: float) -> None:
     if is_stream(data):
         return
     tokenizer, folder = load_tokenizer(data), cache_folder(data.cache_dir)
-    for where, part, trained in _corpora_of(data):
+    for where, part, trained in _corpora_of(data, training):
         with _naming(where):
             _wait_for_corpus(part, seq_len if trained else None, silent_seconds, tokenizer, folder)
 
@@ -179,12 +188,7 @@ def open_all(
         with _naming(f"data.mixture: {name}" if name else ""):
             opened[name] = open_data(part, seq_len=seq_len, seed=seed)
     sets = {name: held_out for name, (_, held_out) in opened.items() if held_out is not None}
-    for name, part in data.validation_parts.items():
-        with _naming(f"data.validation: {name}"):
-            corpus, index = open_corpus_and_index(part)
-            settings = _settings(part, seq_len, load_tokenizer(part))
-            if found := _validation(part, corpus.tokens, index.group(0), settings):
-                sets[name] = found
+    sets |= _open_named_sets(data, seq_len)
     if not data.mixture:
         return opened[""][0], sets
     sources = []
@@ -195,6 +199,39 @@ def open_all(
         most = max(1, round(each.epochs * sequences.epoch_length)) if each.epochs else None
         sources.append(MixedSource(each.name, sequences, sequences.epoch_length, weights, most))
     return Mixture(sources, global_batch, data.mixture_steps), sets
+
+
+def open_validation(data: Data, seq_len: int) -> dict[str, ValidationSource]:
+    """Open the validation sets of a data section by name, as `open_all`, without its training data.
+
+    A corpus of which nothing is held out is not read.
+    """
+    sets: dict[str, ValidationSource] = {}
+    for name, part in data.parts.items():
+        if not part.validation_fraction:
+            continue
+        with _naming(f"data.mixture: {name}" if name else ""):
+            if is_stream(part):
+                held_out = _open_stream(part, seq_len)[1]
+            else:
+                corpus, index = open_corpus_and_index(part)
+                settings = _settings(part, seq_len, load_tokenizer(part))
+                held_out = _validation(part, corpus.tokens, index.held_out(), settings)
+        if held_out is not None:
+            sets[name] = held_out
+    return sets | _open_named_sets(data, seq_len)
+
+
+def _open_named_sets(data: Data, seq_len: int) -> dict[str, ValidationSource]:
+    """Open the sets of `data.validation`; those without documents are left out."""
+    sets: dict[str, ValidationSource] = {}
+    for name, part in data.validation_parts.items():
+        with _naming(f"data.validation: {name}"):
+            corpus, index = open_corpus_and_index(part)
+            settings = _settings(part, seq_len, load_tokenizer(part))
+            if found := _validation(part, corpus.tokens, index.group(0), settings):
+                sets[name] = found
+    return sets
 
 
 def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:

@@ -4,28 +4,38 @@ Both run in one process or under torchrun.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from dtron.errors import ArgumentParser, ConfigError, check_words
 from dtron.inference.loaded_model import config_of, load
+from dtron.inference.scores import padded_length
 from dtron.run.process import Place, process_group
 from dtron.run.rendezvous import meet
 from dtron.training.evaluation import Evaluation
-
-_WINDOW = 64
-"""Texts are padded to a multiple of this many tokens, which cp and tp can split."""
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `dtron eval`; return the exit status."""
     parser = _parser("eval", "Print the loss of trained weights on the run's validation sets.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    tasks = parser.add_argument_group("lm-evaluation-harness, in place of the validation sets")
+    tasks.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas")
+    tasks.add_argument("--include-path", metavar="FOLDER", help="folder with more task files")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt")
+    tasks.add_argument("--limit", type=int, metavar="N", help="most documents of each task")
     given = _parsed(parser, arguments)
+    if given.tasks:
+        return _run_tasks(given)
+    for name in ("include_path", "num_fewshot", "limit"):
+        if getattr(given, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --tasks; add it")
     with _loaded(given, validation=True) as loaded:
         losses = loaded.losses()
     if not losses:
@@ -35,6 +45,25 @@ def evaluate(arguments: Sequence[str]) -> int:
         )
     if Place.of_environment().rank == 0:
         print(json.dumps(losses) if given.json else _table(losses))
+    return 0
+
+
+def _run_tasks(given: argparse.Namespace) -> int:
+    try:
+        from dtron.inference import harness  # needs lm-eval
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks needs lm-eval ({error}); run pip install 'dtron[eval]'"
+        ) from None
+    names = given.tasks.split(",")
+    manager = harness.find_tasks(names, given.include_path or "")
+    first = Place.of_environment().rank == 0
+    errors = sys.stderr if first else io.StringIO()  # lm-eval prints progress on both streams
+    quiet = contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors)
+    with _loaded(given, validation=False) as loaded, quiet[0], quiet[1]:
+        found = harness.run_tasks(loaded, names, manager, given.num_fewshot, given.limit)
+    if first:
+        print(json.dumps(found["results"]) if given.json else harness.table(found))
     return 0
 
 
@@ -70,7 +99,7 @@ def generate(arguments: Sequence[str]) -> int:
 def _continued(loaded: Evaluation, given: argparse.Namespace) -> str:
     train = loaded.config.train
     needed = len(loaded.tokenizer.encode(given.prompt)) + given.tokens
-    window = min(train.seq_len, math.ceil(needed / _WINDOW) * _WINDOW)
+    window = padded_length(needed, train.seq_len)
     seed = train.seed if given.seed is None else given.seed
     return loaded.generate(given.prompt, given.tokens, (1, window), seed, given.temperature)
 
@@ -87,6 +116,9 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="config with [model], [data] and [train]; default: that of the run",
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="use the averages of the weights (optim.ema)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 
@@ -96,7 +128,7 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpar
     return parser.parse_intermixed_args(arguments)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _loaded(given: argparse.Namespace, validation: bool) -> Iterator[Evaluation]:
     """Context manager: the ranks' process group, and the model with its weights."""
     place = Place.of_environment()
@@ -104,4 +136,4 @@ def _loaded(given: argparse.Namespace, validation: bool) -> Iterator[Evaluation]
     config = config_of(given.weights, given.config, given.overrides, place.world_size)
     seconds = config.parallel.timeout_seconds
     with process_group(place, seconds, meet(place, seconds).store):
-        yield load(config, place, validation)
+        yield load(config, place, validation, given.ema)

@@ -6,6 +6,7 @@ any layout can read them: that of the training run does not matter.
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dtron.checkpoint.directory import find_weights
@@ -94,18 +95,19 @@ def _config_file(weights: str) -> Path | None:
     )
 
 
-def load(config: RunConfig, place: Place, validation: bool) -> Evaluation:
+def load(config: RunConfig, place: Place, validation: bool, average: bool = False) -> Evaluation:
     """Build the model of a config and load `checkpoint.initial`; all ranks call it together.
 
     Args:
         validation: whether to open the data and its validation sets.
+        average: load the averages of the weights (`optim.ema`).
     Raises:
         ConfigError, CheckpointError, DataError: as at the start of a run.
     """
     setup = set_up_model(config, place, starts=False)
     tokenizer = open_tokenizer(config, setup.config)
-    initial = open_weights(config, setup.config, tokenizer)
-    sets = open_sets(config, tokenizer, place).validation if validation else {}
+    initial = replace(open_weights(config, setup.config, tokenizer), average=average)
+    sets = open_sets(config, place) if validation else {}
     group = host_group(config.parallel.timeout_seconds)
     mesh = build_mesh(config, place.world_size, place.device.type)
     builder = ModelBuilder(config, setup.measured(config, place, group), mesh)

@@ -1,4 +1,4 @@
-"""Import of objects that a config names: as MODULE:NAME, or by entry points of packages."""
+"""Import of objects that a config names as MODULE:NAME or by an entry point: code of the user."""
 
 import functools
 import importlib
@@ -14,16 +14,15 @@ from dtron.errors import ConfigError, nearest, shorten
 
 @functools.cache  # metadata of all packages is read; a run asks often
 def registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group of all installed packages, by short name."""
+    """Return the entry points of installed packages by short name.
+
+    Args:
+        group: such as `dtron.models`, of entry points `SHORT_NAME = "MODULE:NAME"`.
+    """
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
         found[entry.name] = (*found.get(entry.name, ()), entry)
     return found
-
-
-def package_of(entry: EntryPoint) -> str:
-    """Return the package of an entry point, for messages."""
-    return f"package {entry.dist.name}" if entry.dist else "an installed package"
 
 
 def is_imported(name: str) -> bool:
@@ -31,24 +30,41 @@ def is_imported(name: str) -> bool:
     return ":" in name
 
 
-def import_named(key: str, name: str, group: str) -> tuple[str, Any] | None:
-    """Import MODULE:NAME, or what a package registers by this short name; None: no package does.
+def check_unique(key: str, name: str, group: str, is_built_in: bool) -> None:
+    """Raise ConfigError if several packages, or dtron and a package, register this name."""
+    entries = registered(group).get(name, ())
+    if len(entries) + is_built_in > 1:
+        owners = [*(["dtron"] if is_built_in else []), *map(_package, entries)]
+        raise ConfigError(
+            f"{key} = {name} is a name of {' and of '.join(owners)}; "
+            f'use {key} = "{" or ".join(entry.value for entry in entries)}", or uninstall the '
+            "package that you do not use"
+        )
+
+
+def import_custom(key: str, name: str, group: str) -> tuple[str, Any] | None:
+    """Import MODULE:NAME, or what a package registers by this short name.
 
     Args:
         key: key of the config whose value is the name.
         group: group of entry points `SHORT_NAME = "MODULE:NAME"`.
     Returns:
-        (key and value, with which an error begins; the object).
+        (key and value, with which an error about the object begins; the object). None: no package
+        registers this name.
     Raises:
-        ConfigError: the import fails.
+        ConfigError: as `import_object`.
     """
     setting, target = f"{key} = {name}", name
     if not is_imported(name):
         if not (entries := registered(group).get(name)):
             return None
         target = entries[0].value
-        setting += f" (entry point {target} of {package_of(entries[0])})"
+        setting += f" (entry point {target} of {_package(entries[0])})"
     return setting, import_object(setting, target)
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist else "an installed package"
 
 
 def import_object(setting: str, name: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dtron.config import Parallel, RunConfig
+from dtron.config import MOMENTS, Parallel, RunConfig
 from dtron.errors import ConfigError
 from dtron.plan.communication import collectives
 from dtron.plan.memory import RankMemory, memory
@@ -66,6 +66,9 @@ def refusals(config: RunConfig) -> list[str]:
             config.float8.recipe
         ),
         "recompute.offload: it copies on streams, which CPUs do not have": config.recompute.offload,
+        f"optim.name = {config.optim.name}: its update reads values, which a trace does not have": (
+            config.optim.name == "adamw8bit" or config.optim.name not in MOMENTS
+        ),
         'mixtures in train.dtype = "float32": torch traces grouped matmuls in bfloat16 only': (
             config.train.dtype == "float32" and Resolved.model_of(config).n_experts > 0
         ),

@@ -149,7 +149,8 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     hidden = sum(unit.hidden_shard for unit in held(run, rank))
     classes["parameters"] = 4.0 * trained + run.frozen_element * (shard - trained)
     classes["optimizer"] = float(
-        sum(run.moments(False)) * (trained - hidden) + sum(run.moments(True)) * hidden
+        sum(run.config.optim.state_bytes(hidden=False)) * (trained - hidden)
+        + sum(run.config.optim.state_bytes(hidden=True)) * hidden
     )
     summed = run.reduce_element * gradients if run.times_reduced < run.micro_batches else 0
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))

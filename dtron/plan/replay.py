@@ -507,6 +507,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
         each_size = sizes(run, unit.kind, layer if is_layer else None)
+        optim = run.config.optim
         made = _UnitMemory(
             _groups(run, unit.kind, layer if is_layer else None),
             [each.shard * (4 if each.trained else run.frozen_element) for each in each_size],
@@ -517,7 +518,10 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             again if is_layer and _makes_all(run, layer) else [widest] * 2,
             stays,
             moments=[
-                n.shard * size for n in each_size if n.trained for size in run.moments(n.hidden)
+                round(n.shard * size)
+                for n in each_size
+                if n.trained
+                for size in optim.state_bytes(n.hidden)
             ],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtron.config import DEGREES, MOMENTS, ExpertDegree, RunConfig
+from dtron.config import DEGREES, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, factors, flops_model
@@ -168,16 +168,6 @@ class Resolved(Candidate):
     def times_reduced(self) -> int:
         """Number of reductions of a gradient per step."""
         return self.micro_batches if self.policy.reduce_each_micro_batch else 1
-
-    def moments(self, hidden: bool) -> list[int]:
-        """Bytes per element of each of the optimizer's moments.
-
-        Args:
-            hidden: of a matrix that Muon would update.
-        """
-        optim = self.config.optim
-        number = 1 if hidden and optim.name == "muon" else MOMENTS[optim.name]
-        return [ELEMENT[optim.moments]] * number
 
     @property
     def n_layers(self) -> int:

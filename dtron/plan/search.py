@@ -23,7 +23,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dtron.config import MOMENTS, RunConfig
+from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models.config import DecoderConfig
 from dtron.plan.feasibility import far_memory
@@ -477,12 +477,11 @@ def _least_bytes(
     ep = choice["ep"] * choice["etp"]
     shards = world // (tp * pp * choice["dp_replicate"])
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
-    optim = config.optim
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     frozen = config.lora.rank > 0  # adapters are small
     whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
-    moments = 1 if optim.name == "muon" else MOMENTS[optim.name]
-    own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments * ELEMENT[optim.moments]
+    moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
+    own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
     kind = "mixture" if model.n_experts else "dense"

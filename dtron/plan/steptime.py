@@ -55,7 +55,7 @@ ADAMW = {"float32": 28, "bfloat16": 20}
 ADAMW_RATE = 0.8
 """ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
 update, as a fraction of a copy's rate."""
-MUON, LION = 124, 116
+MUON, LION, ADAMW8BIT = 124, 116, 18
 """Bytes per element that their operators move, counted in dtron/training/optim; not measured."""
 
 
@@ -407,8 +407,10 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     optim, muon_too = run.config.optim, run.config.optim.name == "muon"
     every = sum(unit.trained_shard for unit in held(run, rank))
     hidden = sum(unit.hidden_shard for unit in held(run, rank)) if muon_too else 0
-    moved = (every - hidden) * (LION if optim.name == "lion" else ADAMW[optim.moments])
+    others = {"lion": LION, "adamw8bit": ADAMW8BIT}.get(optim.name, ADAMW[optim.moments])
+    moved = (every - hidden) * others
     moved += hidden * MUON + every * 4  # the norm also reads gradients
+    moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
     return moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)

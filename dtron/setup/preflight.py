@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dtron.checkpoint.initial_weights import (
@@ -18,7 +19,7 @@ from dtron.checkpoint.initial_weights import (
     check_tokenizer,
     open_initial,
 )
-from dtron.config import MOMENTS, RunConfig
+from dtron.config import RunConfig
 from dtron.config.rule import changed, refuse
 from dtron.config.schema import MAX_STEPS
 from dtron.config.setting_rules import Candidate, broken_settings
@@ -29,6 +30,7 @@ from dtron.data import (
     identity_of,
     load_tokenizer,
     open_all,
+    open_validation,
     prepare,
     wait_for,
 )
@@ -39,8 +41,8 @@ from dtron.errors import ConfigError, cause_of
 from dtron.faults.memory import check_host_memory, size
 from dtron.lora.adapters import adapters, n_adapter_parameters
 from dtron.lora.peft import PeftFolder
-from dtron.models import hf_of
-from dtron.models.attention import Backend
+from dtron.models import build_model, hf_of, model_spec
+from dtron.models.attention import BACKENDS, Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import check_family, counted_as_decoder
 from dtron.models.flops import n_parameters
@@ -255,17 +257,7 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
 def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
-    return open_sets(config, tokenizer, place)
-
-
-def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
-    """Open the data: the first rank of a host prepares the data, the others wait for the cache."""
-    if place.local_rank == 0:
-        prepare(config.data, config.train.seq_len)
-    else:
-        wait_for(
-            config.data, config.train.seq_len, max(STALE_SECONDS, config.parallel.timeout_seconds)
-        )
+    _prepare(config, place, training=True)
     train, validation = open_all(
         config.data,
         seq_len=config.train.seq_len,
@@ -275,20 +267,44 @@ def open_sets(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetu
     return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
 
 
+def open_sets(config: RunConfig, place: Place) -> dict[str, ValidationSource]:
+    """Open the validation sets by name, without the training data."""
+    _prepare(config, place, training=False)
+    return open_validation(config.data, config.train.seq_len)
+
+
+def _prepare(config: RunConfig, place: Place, training: bool) -> None:
+    """Prepare the data on the first rank of a host; the others wait for its cache."""
+    data, seq_len = config.data, config.train.seq_len
+    if place.local_rank == 0:
+        prepare(data, seq_len, training)
+    else:
+        seconds = max(STALE_SECONDS, config.parallel.timeout_seconds)
+        wait_for(data, seq_len, seconds, training)
+
+
 def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None:
     """Check that weights, gradients and moments fit into host memory, for a run without GPUs.
 
     Warn if they take more than half of the available memory. Raises ConfigError: they do not fit.
     Activations are not counted.
     """
-    moments = MOMENTS[config.optim.name] * DTYPES[config.optim.moments].itemsize
+    with torch.device("meta"):
+        undropped = model.model_copy(update={"attention_dropout": 0.0})
+        built = build_model(config.model.name, undropped, BACKENDS["math"])
+    hidden = model_spec(config.model.name).is_hidden_matrix
+    state = sum(
+        p.numel() * sum(config.optim.state_bytes(hidden(fqn, p.dim())))
+        for fqn, p in built.named_parameters()
+    )
     copies = config.degrees(place.world_size)["dp_replicate"]
     trained, frozen = n_parameters(model), 0
     if config.lora.rank:
         frozen, trained = trained, n_adapter_parameters(config.model.name, model, config.lora)
+        state = trained * sum(config.optim.state_bytes(hidden=True))
     # Trained weights and gradients are float32, frozen weights as in computation.
-    every = (4 + 4 + moments) * trained + DTYPES[config.train.dtype].itemsize * frozen
-    needed = every * copies * place.local_world_size / place.world_size
+    state += (4 + 4) * trained + DTYPES[config.train.dtype].itemsize * frozen
+    needed = state * copies * place.local_world_size / place.world_size
     what = (
         f"this machine has no GPU: weights, gradients and moments of {n_parameters(model):,} "
         f"parameters take {size(needed)} of its memory, without activations"

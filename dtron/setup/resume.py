@@ -28,7 +28,7 @@ from dtron.checkpoint.directory import (
 )
 from dtron.checkpoint.initial_weights import InitialWeights
 from dtron.checkpoint.locations import CheckpointLocation, checkpoint_locations, location_of
-from dtron.config import RunConfig
+from dtron.config import RunConfig, Train
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
 from dtron.io.filesystem import Location, dangling_link, listed, location
 from dtron.io.remote_path import Remote
@@ -60,11 +60,14 @@ class ResumeState:
     found_by_rank_0: bool = False
     """Whether only rank 0 has searched, in object stores."""
 
-    def is_finished(self, steps: int) -> bool:
-        """Whether all `steps` are done and the checkpoint is in the durable location."""
+    def is_finished(self, train: Train) -> bool:
+        """Whether training has ended, and the checkpoint is in the durable location."""
+        if self.metadata is None:
+            return False
+        early = 0 < train.stop_after <= self.metadata.best.get("since", 0)
         only_one = self.locations[0] is self.locations[-1]
         durable = only_one or location_of(self.locations[:-1], self.checkpoint) is None
-        return self.metadata is not None and self.metadata.step >= steps and durable
+        return (early or self.metadata.step >= train.steps) and durable
 
     def agree(
         self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup
@@ -225,7 +228,7 @@ def _look(
     if own is None and not restarted:
         _check_unused(config, folders)
     found = ResumeState(mode, locations, folders, checkpoint, metadata)
-    if own and not found.is_finished(config.train.steps):
+    if own and not found.is_finished(config.train):
         _check_own_folder(own.folder, checkpoint)
     return found
 

@@ -30,7 +30,7 @@ _CONTENT_KEYS = (*(f"data.{key}" for key in _CONTENT), "data.hf_path", "data.hf_
 _UPDATES = tuple(
     f"{section}.{key}"
     for section, keys in {
-        "optim": "beta1 beta2 eps weight_decay momentum adjust_lr_fn groups",
+        "optim": "beta1 beta2 eps weight_decay momentum adjust_lr_fn ema groups",
         "train": "global_batch dtype max_grad_norm",
         "parallel": "reduce_dtype",
         "data": "mask_documents",
@@ -71,6 +71,11 @@ def read_compatible(
                 f"{key} = {value!r}, but {checkpoint} was trained with {key} = {saved!r}; set "
                 f"{key}={json.dumps(saved)}, or checkpoint.initial instead of checkpoint.resume"
             )
+    if config.optim.ema and not metadata.settings.get("optim.ema"):
+        raise CheckpointError(
+            f"optim.ema = {config.optim.ema}, but {checkpoint} has no average of weights; set "
+            "optim.ema=0, or start a new run from its weights with checkpoint.initial"
+        )
     return metadata
 
 

@@ -26,7 +26,7 @@ from dtron.parallelisms.placement import Row
 from dtron.setup.preflight import ModelSetup
 from dtron.training.expert_balancing import Routing
 from dtron.training.loss import ChunkedLoss, VocabularyShard, losses_from_head, sequence_losses
-from dtron.training.optim import build_optimizer
+from dtron.training.optim import OptimizerFactory, build_optimizer
 from dtron.training.step import Guard, LossFunction, ParallelModel, TrainStep
 
 
@@ -166,16 +166,18 @@ def build_run(
     model: ParallelModel,
     guard: Guard | None = None,
     step: type[TrainStep] = TrainStep,
+    factory: OptimizerFactory | None = None,
 ) -> BuiltRun:
     """Connect a parallel model with its optimizer, routers, float8 scales and training step.
 
     Args:
         guard: detects bad losses.
         step: TrainStep or a subclass.
+        factory: makes the optimizer; None: `optim.name` says which.
     """
     applied, mesh, float8 = model.applied, model.mesh, setup.float8
     hidden = model_spec(config.model.name).is_hidden_matrix
-    optimizer = build_optimizer(applied.named_parameters(), config.optim, hidden)
+    optimizer = build_optimizer(applied.named_parameters(), config.optim, hidden, factory)
     micro_batches = config.micro_batches(dist.get_world_size())
     found = routers(applied.parts.values())  # a stage may have no router
     routing = Routing(found, mesh, micro_batches) if setup.config.n_experts else None

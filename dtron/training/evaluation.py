@@ -4,7 +4,7 @@ All ranks run every forward pass, since collectives gather the parameters. Rank 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,14 @@ class Evaluation:
             dp_size=self.model.mesh.size(*BATCH_AXES),
         )
         prepared = [self.tokens.prepare(batch) for batch in batches]
-        loss = evaluate(self.model, prepared)
+        return self.repeated(lambda: evaluate(self.model, prepared)).item()
+
+    def repeated(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of a forward, which is repeated while experts drop tokens."""
+        result = compute()
         while self._dropped():
-            loss = evaluate(self.model, prepared)
-        return loss.item()
+            result = compute()
+        return result
 
     def _dropped(self) -> bool:
         """Return whether experts dropped tokens; then the capacity has been raised. A collective.
@@ -98,6 +102,7 @@ class Evaluation:
         shape: tuple[int, int],
         seed: int,
         temperature: float = 0.8,
+        until: Sequence[str] = (),
     ) -> str:
         """Continue a prompt; return the text. Arguments as of `sample_text`; `shape`: (B, T)."""
         with self.model.applied.evaluating():
@@ -110,15 +115,13 @@ class Evaluation:
                 device=self.tokens.device,
                 seed=seed,
                 temperature=temperature,
+                until=until,
             )
 
     def _next_logits(self, tokens: Tensor, index: int) -> Tensor:
         vocabulary = self.tokens.model.config.vocab_size
         arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index)
-        logits = next_logits(*arguments)
-        while self._dropped():
-            logits = next_logits(*arguments)
-        return logits
+        return self.repeated(lambda: next_logits(*arguments))
 
 
 @torch.no_grad()
@@ -132,6 +135,7 @@ def sample_text(
     device: torch.device,
     seed: int,
     temperature: float,
+    until: Sequence[str] = (),
 ) -> str:
     """Continue `prompt` by `n_tokens` tokens, or until the end of the document; return the text.
 
@@ -140,6 +144,7 @@ def sample_text(
             it returns the logits (vocabulary size,) at this index of the first sequence.
         batch_shape: (B, T) of all batches; only the last T tokens of a longer text are read.
         temperature: divides the logits; 0: always the most likely token.
+        until: texts that end the continuation, which then has one of them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -158,6 +163,8 @@ def sample_text(
         if (token := int(drawn)) == tokenizer.eos_id:
             break
         ids.append(token)
+        if until and any(each in tokenizer.decode(ids[start:]) for each in until):
+            break
     text = tokenizer.decode(ids)  # some decoders drop spaces or invalid bytes of the whole text
     return text if text.startswith(prompt) else prompt + tokenizer.decode(ids[start:])
 

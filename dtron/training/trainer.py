@@ -69,9 +69,10 @@ from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
+from dtron.training.optim.custom import OptimizerFactory, custom_optimizer
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
-from dtron.training.saves import Saving
+from dtron.training.saves import BestLoss, Saving
 from dtron.training.step import Repeats, StepResult
 from dtron.training.step_log import StepLog
 
@@ -107,6 +108,8 @@ class Trainer:
         callbacks: called in order after steps, validations and saves.
         data: documents in place of those of `data.source`, on all ranks the same: see
             `dtron.data.DocumentSource`.
+        optimizer: function of named parameters and the section [optim], which makes the optimizer
+            in place of `optim.name`.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
@@ -117,12 +120,14 @@ class Trainer:
         choose: Chooser | None = None,
         callbacks: Sequence[Callback] = (),
         data: DocumentSource | None = None,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         _check_types(config, callbacks)
         if data is not None:
             check_source(data)
             config = config.model_copy(update={"data": config.data.of_documents(data)})
         model_spec(config.model.name)  # raises its error before ranks wait for each other
+        self.optimizer = optimizer or custom_optimizer(config.optim.name)
         self.fitted, self.callbacks = False, callbacks
         self._saved: SimpleQueue[Location] = SimpleQueue()
         """Complete checkpoints for which `after_save` has not been called yet."""
@@ -163,7 +168,7 @@ class Trainer:
         if self.fitted:
             raise TrainingError("fit() was called twice; make a new Trainer(config) for each call")
         self.fitted = True
-        if self.resume.is_finished(self.config.train.steps):
+        if self.resume.is_finished(self.config.train):
             log.info(
                 "the run is finished: %s is the checkpoint of the last step", self.resume.checkpoint
             )
@@ -228,7 +233,7 @@ class Trainer:
         self.guards = Guards(
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
-        self.run = build_run(config, setup, model, self.guards.spikes)
+        self.run = build_run(config, setup, model, self.guards.spikes, factory=self.optimizer)
         self.repeats = Repeats(self.run.step, place.device, self._compiling)
         loader = Loader(
             self.data_setup.train,
@@ -252,6 +257,8 @@ class Trainer:
             self._committed,
         )
         self.saving = Saving(self.checkpointer, self._metadata)
+        early = config.checkpoint.best, config.train.stop_after
+        self.best = BestLoss(*early, self.host_group)
         self.contents: dict[str, int | str] = {}  # of sources of a mixture that were left out too
         self.rollback = Rollback(config.faults, self.resume.locations, self.checkpointer)
         set_timeouts(mesh.groups(), config.parallel.timeout_seconds)
@@ -307,6 +314,7 @@ class Trainer:
         self.run.step.skipped += metadata.skipped
         self.run.step.skipped_in_a_row += metadata.skipped_in_a_row
         self._load_guards(metadata)
+        self.best.load_state_dict(metadata.best)
         log.info("resumed from %s in %.1f s", checkpoint, time.monotonic() - begun)
 
     def _load_weights(self, initial: InitialWeights) -> None:
@@ -365,7 +373,7 @@ class Trainer:
         if self.times is not None:
             self.times.begin()
         stopped = stop.begin(self.host_group, new_host_group(_SIGNAL_SECONDS))
-        while self.step < config.train.steps and not stopped:
+        while self.step < config.train.steps and not stopped and not self.best.stops:
             if self.checkpointer.failed:
                 with self.guards.saving(self.step):
                     self.saving.report_failed(stop)
@@ -378,10 +386,12 @@ class Trainer:
                 continue
             for callback in self.callbacks:
                 callback.after_step(self)
-            if self.checkpointer.due(self.step) and self._save():
-                saved = self.step if self.checkpointer.is_durable_step(self.step) else saved
+            best = self.best.step == self.step
+            if (best or self.checkpointer.due(self.step)) and self._save(best):
+                durable = best or self.checkpointer.is_durable_step(self.step)
+                saved = self.step if durable else saved
             self._call_after_saves()
-        finished = self.step == config.train.steps
+        finished = self.step == config.train.steps or self.best.stops
         self._repeat_dropped()
         with self.guards.saving(self.step):
             if not self.saving.try_wait():  # raises errors of an asynchronous save
@@ -508,16 +518,20 @@ class Trainer:
         row |= losses
         self.writer.row(row)
         if losses:
+            self.best.observe(losses, self.step)
+            if self.best.stops:
+                best = self.best.metric, self.best.loss, self.best.step
+                log.info("early stop: the best %s is %.4f, of step %d (train.stop_after)", *best)
             for callback in self.callbacks:
                 callback.after_eval(self, losses)
             self.throughput.restart()
             self.guards.compiling(self.step)  # if the validation has raised the experts' capacity
         self.step_log.check_skipped(row)
 
-    def _save(self) -> bool:
+    def _save(self, durable: bool) -> bool:
         self._repeat_dropped()
         with self.guards.saving(self.step):
-            saved = self.saving.try_begin()
+            saved = self.saving.try_begin(durable)
         self.throughput.restart()
         return saved
 
@@ -534,6 +548,7 @@ class Trainer:
             data=self._data_state(),
             faults=self._guard_state(),
             schedule=schedule_settings(self.config, self.warmup),
+            best=self.best.state_dict(),
             automatic={key: row["value"] for key, row in self.automatic.chosen.items()},
         )
 
@@ -561,6 +576,7 @@ class Trainer:
         self.step, self.tokens = metadata.step, metadata.tokens
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)
+        self.best.load_state_dict(metadata.best)
         self._refresh_weights()
         if isinstance(self.data_setup.train, Mixture):  # its stages begin at steps
             loader = self.batches.loader

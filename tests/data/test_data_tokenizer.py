@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtron.checkpoint.convert import _named_tokenizer, to_hf_from, trained_tokenizer
+from dtron.checkpoint.convert import _named_tokenizer, data_of_run, to_hf_from, trained_tokenizer
 from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
 from dtron.config import Data, RunConfig
 from dtron.config.setting_rules import Candidate, broken_settings
@@ -204,13 +204,13 @@ def test_an_export_takes_the_tokenizer_that_the_run_was_trained_with(
     (checkpoint / "index.json").write_text("{}")
     write_metadata(checkpoint, CheckpointMetadata(1, 0, 0, 1, 0, {}, {}, data))
     (tmp_path / "run/config.toml").write_text(f'[data]\ntokenizer = "{file.parent}"\n')
-    assert trained_tokenizer(checkpoint) == file.parent
+    assert trained_tokenizer(checkpoint, data_of_run(checkpoint)) == file.parent
     file.write_text(json.dumps(json.loads(bpe.read_text()), indent=1))
     with pytest.raises(CheckpointError, match="is no longer the tokenizer that the run was"):
-        trained_tokenizer(checkpoint)
+        trained_tokenizer(checkpoint, data_of_run(checkpoint))
     file.unlink()
     with pytest.raises(CheckpointError, match=r"No such file.*; or name its folder with --tok"):
-        trained_tokenizer(checkpoint)
+        trained_tokenizer(checkpoint, data_of_run(checkpoint))
 
 
 def test_converts_tokenizer_is_a_folder_that_has_one(bpe: Path, tmp_path: Path) -> None:

@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dtron import cli
+from dtron.checkpoint.convert import to_hf_folder
+from dtron.inference.loaded_model import config_of, load
+from dtron.inference.scores import Continuation, score
+from dtron.models import from_hf
+from dtron.run.process import Place
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, rows, tiny
 
@@ -50,6 +56,17 @@ def test_the_loss_is_that_of_the_run(run: Path, output: Output) -> None:
     assert output().startswith(f"validation_loss  {logged:.4f}  perplexity ")
 
 
+def test_training_data_of_which_nothing_is_held_out_is_not_read(
+    run: Path, tmp_path: Path, output: Output
+) -> None:
+    (tmp_path / "own.txt").write_text("In the beginning God created. " * 60, encoding="utf-8")
+    named = f'data.validation=[{{name = "own", paths = ["{tmp_path / "own.txt"}"]}}]'
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    words = ['data.paths=["gone.jsonl"]', "data.validation_fraction=0", named, cache]
+    assert cli.commands(["eval", "--json", str(run), *words]) == 0
+    assert json.loads(output()).keys() == {"validation_loss", "validation_loss/own"}
+
+
 @pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2"])
 def test_layouts_give_the_same(run: Path, tmp_path: Path, output: Output, layout: str) -> None:
     for command in (["eval", "--json", str(run)], ["generate", str(run), *PROMPT]):
@@ -60,6 +77,45 @@ def test_layouts_give_the_same(run: Path, tmp_path: Path, output: Output, layout
             assert json.loads(text) == pytest.approx(json.loads(wanted), rel=1e-5)
         else:
             assert text == wanted
+
+
+TEXTS = [Continuation(list(range(n)), scored) for n, scored in [(3, 1), (33, 32), (20, 7)]]
+
+
+def scores_of(words: list[str]) -> list[tuple[float, bool]]:
+    """On each rank: the scores of TEXTS and of one whose last token is the most likely one."""
+    config = config_of(words[0], None, words[1:], dist.get_world_size())
+    loaded = load(config, Place.of_environment(), validation=False)
+    text = loaded.generate("In the", 1, (1, 32), 0, 0.0)
+    likely = Continuation(list(text.encode()), 1)
+    return score(loaded, [*TEXTS, likely])
+
+
+def scores_of_module(run: Path) -> list[tuple[float, bool]]:
+    """The scores of TEXTS by the unsharded module."""
+    to_hf_folder(run / "checkpoints" / "step-6", run / "hf")
+    model = from_hf(run / "hf", attention="math")
+    found = []
+    for text in TEXTS:
+        tokens = torch.tensor([text.tokens])
+        likelihoods = model(tokens[:, :-1]).log_softmax(-1)[0, -text.n_scored :]
+        labels = tokens[0, -text.n_scored :]
+        greedy = bool((likelihoods.argmax(-1) == labels).all())
+        found.append((likelihoods.gather(1, labels[:, None]).sum().item(), greedy))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "dp"])
+def test_scores_are_those_of_the_module_in_every_layout(
+    run: Path, tmp_path: Path, layout: str
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    (wanted,) = run_ranks(1, scores_of_module, copied)
+    layouts = [] if layout == "dp" else [layout]
+    for found in run_ranks(2, scores_of, [str(run), *layouts]):
+        assert found[-1][1]
+        assert [greedy for _, greedy in found[:-1]] == [greedy for _, greedy in wanted]
+        assert [x for x, _ in found[:-1]] == pytest.approx([x for x, _ in wanted], rel=1e-5)
 
 
 def test_text_is_that_of_the_exported_weights(run: Path, tmp_path: Path, output: Output) -> None:
@@ -94,6 +150,7 @@ def test_seeds_draw_other_texts(run: Path, output: Output) -> None:
         (["generate", "RUN", "--prompt", "x", "--temperature", "nan"], "use 0 or more"),
         (["eval", "RUN", "optim.lr=5"], "optim.lr: no effect without training"),
         (["eval", "RUN", "train.steps=9"], "train.steps: no effect without training"),
+        (["eval", "RUN", "--limit", "3"], "--limit has no effect without --tasks"),
         (["eval", "RUN", "checkpoint.initial=other"], "checkpoint.initial: no effect"),
     ],
 )

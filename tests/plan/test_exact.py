@@ -143,7 +143,13 @@ def test_rows_come_to_all_ranks_that_share_an_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["float8.recipe=tensorwise", "recompute.offload=true", "train.dtype=float32"]
+    "key",
+    [
+        "float8.recipe=tensorwise",
+        "recompute.offload=true",
+        "train.dtype=float32",
+        "optim.name=adamw8bit",
+    ],
 )
 def test_what_cannot_be_traced_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="--exact cannot trace"):

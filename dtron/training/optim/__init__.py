@@ -13,10 +13,28 @@ from torch import Tensor
 from dtron.config import Optim
 from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
+from dtron.training.optim.adamw8bit import AdamW8bit, check_blocks
+from dtron.training.optim.average import Average
+from dtron.training.optim.custom import (
+    OptimizerFactory,
+    build_custom,
+    custom_optimizer,
+    step_if_finite,
+)
 from dtron.training.optim.elementwise import SGD, Lion
 from dtron.training.optim.muon import Muon
 
-__all__ = ["OPTIMIZERS", "SGD", "AdamW", "Lion", "Muon", "build_optimizer", "update"]
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Muon",
+    "OptimizerFactory",
+    "build_optimizer",
+    "update",
+]
 
 AnyOptimizer = AdamW | Lion | Muon | SGD
 
@@ -28,6 +46,11 @@ def _moments(options: Optim) -> torch.dtype | None:
 def _adamw(groups: list[dict], options: Optim) -> AdamW:
     betas = (options.beta1, options.beta2)
     return AdamW(groups, _moments(options), lr=options.lr, betas=betas, eps=options.eps)
+
+
+def _adamw8bit(groups: list[dict], options: Optim) -> AdamW8bit:
+    betas = (options.beta1, options.beta2)
+    return AdamW8bit(groups, lr=options.lr, betas=betas, eps=options.eps)
 
 
 def _lion(groups: list[dict], options: Optim) -> Lion:
@@ -46,6 +69,7 @@ def _sgd(groups: list[dict], options: Optim) -> SGD:
 
 OPTIMIZERS: dict[str, Callable[[list[dict], Optim], AnyOptimizer]] = {
     "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
     "muon": _muon,
     "lion": _lion,
     "sgd": _sgd,
@@ -56,7 +80,8 @@ def build_optimizer(
     named: Iterable[tuple[str, Tensor]],
     options: Optim,
     hidden: Callable[[str, int], bool] | None = None,
-) -> AnyOptimizer:
+    factory: OptimizerFactory | None = None,
+) -> torch.optim.Optimizer:
     """Build the optimizer; vectors (norms and biases, also of experts) get no weight decay.
 
     The first of `options.groups` that matches a parameter replaces its learning rate, weight decay,
@@ -66,10 +91,15 @@ def build_optimizer(
         named: (FQN, parameter) pairs; parameters without `requires_grad` are left out.
         hidden: (FQN, number of dims) -> whether Muon updates the parameter; None: it updates all
             matrices.
+        factory: makes the optimizer in place of `optim.name`; None: `optim.name` may name one.
     """
+    if factory := factory or custom_optimizer(options.name):
+        return _averaged(build_custom(factory, list(named), options), options)
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
+            if options.name == "adamw8bit":
+                check_blocks(name, parameter)
             matrix = is_matrix(name, parameter.dim())
             own = group_of(name, options.groups)
             decay = options.weight_decay if matrix else 0.0
@@ -88,7 +118,13 @@ def build_optimizer(
         }
         for (decay, factor, orthogonalize), members in groups.items()
     ]
-    return OPTIMIZERS[options.name](made, options)
+    return _averaged(OPTIMIZERS[options.name](made, options), options)
+
+
+def _averaged(optimizer: torch.optim.Optimizer, options: Optim) -> torch.optim.Optimizer:
+    if options.ema:
+        Average(optimizer, options.ema)
+    return optimizer
 
 
 def is_matrix(fqn: str, n_dims: int) -> bool:
@@ -104,8 +140,10 @@ def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
         scale: a float32 scalar on the device; the host does not wait for its value.
         lr: learning rate of this step; `lr_factor` of a group multiplies it.
     """
-    assert isinstance(optimizer, AnyOptimizer), "build_optimizer made it"
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    optimizer.scale = scale
-    optimizer.step()
+    if isinstance(optimizer, AnyOptimizer):
+        optimizer.scale = scale
+        optimizer.step()
+    else:
+        step_if_finite(optimizer, scale)

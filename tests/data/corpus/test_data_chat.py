@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtron.checkpoint.convert import trained_template
+from dtron.checkpoint.convert import data_of_run, trained_template
 from dtron.config import Data
 from dtron.data import load_tokenizer, open_data
 from dtron.data.corpus.chat import CHATML, ChatRows
@@ -301,4 +301,4 @@ def test_an_export_has_the_template_of_the_run(tmp_path: Path) -> None:
         ('[data]\nformat = "chat"\npacking = "pad"\ntokenizer = "theirs"\n', ""),
     ):
         config.write_text(text)
-        assert trained_template(checkpoint) == wanted
+        assert trained_template(data_of_run(checkpoint)) == wanted

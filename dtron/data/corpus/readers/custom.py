@@ -14,7 +14,7 @@ from dtron.config import Data
 from dtron.data.corpus.documents import Corpus, Part, Reading, identity_of_rows
 from dtron.data.tokenizer import Document, TokenDocument
 from dtron.errors import ConfigError, DataError, nearest, shorten
-from dtron.io.user_code import import_named, registered
+from dtron.io.user_code import import_custom, registered
 
 GROUP = "dtron.sources"
 """Group of entry points `SHORT_NAME = "MODULE:NAME"`."""
@@ -82,7 +82,7 @@ def _open(data: Data) -> tuple[str, Any]:
                 "data=...); start the script that makes them"
             )
         return f"data.source = {GIVEN}", data.documents
-    if (found := import_named("data.source", data.source, GROUP)) is None:
+    if (found := import_custom("data.source", data.source, GROUP)) is None:
         known = ["files", "hf", "prepared", *registered(GROUP)]
         raise ConfigError(
             f"data.source = {data.source!r} is unknown{nearest(data.source, known)}; use "

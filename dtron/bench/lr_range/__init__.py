@@ -1,0 +1,1 @@
+"""`dtron bench lr`: a learning-rate range test."""
