@@ -12,6 +12,9 @@ from typing import Any
 from dtron.errors import ConfigError, nearest, shorten
 
 
+_KINDS = {"model.name": "a model", "optim.name": "an optimizer"}
+
+
 @functools.cache  # metadata of all packages is read; a run asks often
 def registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of installed packages by short name.
@@ -36,7 +39,7 @@ def check_unique(key: str, name: str, group: str, is_built_in: bool) -> None:
     if len(entries) + is_built_in > 1:
         owners = [*(["dtron"] if is_built_in else []), *map(_package, entries)]
         raise ConfigError(
-            f"{key} = {name} is a name of {' and of '.join(owners)}; "
+            f"{key} = {name} is {_KINDS[key]} of {' and of '.join(owners)}; "
             f'use {key} = "{" or ".join(entry.value for entry in entries)}", or uninstall the '
             "package that you do not use"
         )
