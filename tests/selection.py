@@ -32,7 +32,6 @@ FULL_FILES = (
     # start processes again and again
     "test_examples.py",
     "checkpoints/test_restarts.py",
-    "faults/test_soak.py",
 )
 """Files under tests/ of which no test is in the default run."""
 NONE = "(?!)"  # matches nothing
@@ -467,9 +466,6 @@ REPEATED: dict[str, dict[str, str]] = {
     },
     "faults/test_guards.py": {
         "test_the_step_of_a_spike_or_of_a_nan_is_not_taken": "^experts.*poisoned|^embed.*spiking",
-    },
-    "faults/test_soak.py": {  # kills and restarts as test_restarts.py, test_attempts.py and others
-        "test_a_short_soak": NONE,
     },
     "faults/test_hangs.py": {
         "test_a_rank_that_stops_at_the_start_is_named": "^process.*-0$|^rendezvous",

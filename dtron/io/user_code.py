@@ -11,7 +11,6 @@ from typing import Any
 
 from dtron.errors import ConfigError, nearest, shorten
 
-
 _KINDS = {"model.name": "a model", "optim.name": "an optimizer"}
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.faults.soak import Soak
 
 
+@pytest.mark.matrix  # kills and restarts as test_restarts.py, test_attempts.py and others
 def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     soak = Soak(tmp_path, seed=3, steps=24, calm=8, changes=True)
     counts = soak.until(time.monotonic() + 20, kills=5)

@@ -15,7 +15,11 @@ from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, parallelize
 from tests.harness import run_ranks
 
-transformers = pytest.importorskip("transformers")
+
+@pytest.fixture(autouse=True)
+def _transformers() -> None:
+    pytest.importorskip("transformers")
+
 
 PAGE = Path(__file__).parents[2] / "docs/plug-in-hugging-face.md"
 
@@ -39,6 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def build(name: str, implementation: str) -> Any:
     """A small model with random weights, large enough that attention is far from uniform."""
+    import transformers
+
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         **{**SIZES, **MODELS[name]}, attn_implementation=implementation

@@ -13,8 +13,6 @@ from dtron import cli
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, tiny
 
-lm_eval = pytest.importorskip("lm_eval")
-
 DOCUMENTS = [
     {"question": "In the beginning", "choices": [" xq", " created the heaven"], "answer": 1},
     {"question": "And God said, Let there be light: and there", "choices": [" zz", " was"]},
@@ -85,6 +83,7 @@ def metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 def test_results_are_those_of_the_exported_folder(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     run, names = tmp_path / "run", [f"local_{name}" for name in TASKS]
