@@ -181,6 +181,13 @@ def test_importing_models_loads_no_trainer(tmp_path: Path) -> None:
     assert result.stdout.strip() == "False", result.stderr
 
 
+def test_a_start_imports_no_library_that_only_some_runs_need(tmp_path: Path) -> None:
+    """torchao takes a second and a half of each rank's start, transformers longer."""
+    code = "import sys, dtron.training.trainer; print({'torchao', 'transformers'} & {*sys.modules})"
+    result = python(code, tmp_path)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
 def test_help_lists_every_key() -> None:
     result = subprocess.run(
         [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True

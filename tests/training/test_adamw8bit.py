@@ -15,8 +15,8 @@ from dtron.checkpoint.dcp_storage import ShardReader
 from dtron.config import Optim
 from dtron.errors import ConfigError
 from dtron.io.safetensors_file import full_region
-from dtron.training.optim import AdamW8bit, build_optimizer, update
-from dtron.training.optim.adamw8bit import check_blocks
+from dtron.training.optim import build_optimizer, update
+from dtron.training.optim.adamw8bit import AdamW8bit, check_blocks
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, losses, tiny
 
@@ -81,7 +81,7 @@ def on_shards() -> tuple[Tensor, str]:
     assert (scales.shape, scales.to_local().shape) == ((20, 2), (10, 2))
     narrow = torch.nn.Parameter(distribute_tensor(torch.zeros(64, 256), mesh, [Shard(1)]))
     try:
-        check_blocks("w", narrow)
+        check_blocks([("w", narrow)])
     except ConfigError as error:
         return whole(p), str(error)
     return whole(p), ""

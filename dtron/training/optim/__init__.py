@@ -13,7 +13,6 @@ from torch import Tensor
 from dtron.config import Optim
 from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
-from dtron.training.optim.adamw8bit import AdamW8bit, check_blocks
 from dtron.training.optim.average import Average
 from dtron.training.optim.custom import (
     OptimizerFactory,
@@ -28,7 +27,6 @@ __all__ = [
     "OPTIMIZERS",
     "SGD",
     "AdamW",
-    "AdamW8bit",
     "Lion",
     "Muon",
     "OptimizerFactory",
@@ -48,7 +46,9 @@ def _adamw(groups: list[dict], options: Optim) -> AdamW:
     return AdamW(groups, _moments(options), lr=options.lr, betas=betas, eps=options.eps)
 
 
-def _adamw8bit(groups: list[dict], options: Optim) -> AdamW8bit:
+def _adamw8bit(groups: list[dict], options: Optim) -> AdamW:
+    from dtron.training.optim.adamw8bit import AdamW8bit  # torchao takes seconds to import
+
     betas = (options.beta1, options.beta2)
     return AdamW8bit(groups, lr=options.lr, betas=betas, eps=options.eps)
 
@@ -96,10 +96,13 @@ def build_optimizer(
     if factory := factory or custom_optimizer(options.name):
         return _averaged(build_custom(factory, list(named), options), options)
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
+    named = list(named)
+    if options.name == "adamw8bit":
+        from dtron.training.optim.adamw8bit import check_blocks
+
+        check_blocks(named)
     for name, parameter in named:
         if parameter.requires_grad:
-            if options.name == "adamw8bit":
-                check_blocks(name, parameter)
             matrix = is_matrix(name, parameter.dim())
             own = group_of(name, options.groups)
             decay = options.weight_decay if matrix else 0.0

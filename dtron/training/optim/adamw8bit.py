@@ -8,7 +8,7 @@ scales (A, B / 256) are sharded as the parameter, and loaded in any layout.
 Source: 8-bit optimizers, arXiv:2110.02861.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -91,17 +91,25 @@ class AdamW8bit(AdamW):
 
 def is_quantized(p: Tensor) -> bool:
     """Whether the moments of a parameter have 8 bits; it does not depend on the layout."""
-    return p.numel() >= _SMALL and p.shape[-1] % BLOCK == 0
+    return p.dim() > 0 and p.numel() >= _SMALL and p.shape[-1] % BLOCK == 0
 
 
-def check_blocks(fqn: str, p: Tensor) -> None:
-    """Raise ConfigError if the rows of a parameter's shard are not whole blocks."""
-    width = local_part(p).shape[-1]
-    if is_quantized(p) and width % BLOCK:
-        raise ConfigError(
-            f'optim.name = "adamw8bit": rows of {fqn} have {width} elements on a rank, not a '
-            f"multiple of {BLOCK}; use a smaller parallel.tp or parallel.etp, or another optim.name"
-        )
+def check_blocks(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError if the rows of a shard of a trained parameter are not whole blocks.
+
+    Args:
+        named: (FQN, parameter) pairs.
+    """
+    for fqn, p in named:
+        if not p.requires_grad or not is_quantized(p):
+            continue
+        width = local_part(p).shape[-1]
+        if width % BLOCK:
+            raise ConfigError(
+                f'optim.name = "adamw8bit": rows of {fqn} have {width} elements on a rank, not a '
+                f"multiple of {BLOCK}; use a smaller parallel.tp or parallel.etp, or another "
+                "optim.name"
+            )
 
 
 def _zero_scales(p: Tensor) -> Tensor:
