@@ -274,7 +274,7 @@ def _add_to_experts(experts: Any, name: str, x: Tensor, out: Tensor, offsets: Te
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return weight (..., n, k) + scale b (..., n, rank) a (..., rank, k), also of a region.
 
-    It is computed in float32 at least, and returned in the weight's dtype.
+    It is computed and returned in float32 at least.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+    return weight.to(wide) + scale * (b.to(wide) @ a.to(wide))

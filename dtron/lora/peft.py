@@ -29,8 +29,12 @@ _PREFIX = "base_model.model."
 _FALSE = (
     *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"),
     *("lora_bias", "target_parameters", "layer_replication", "trainable_token_indices"),
+    *("alora_invocation_tokens", "use_qalora"),
 )
 """Keys of adapter_config.json that dtron supports only if they are false or empty."""
+_UNCHANGED = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base weights as they are; the others, such as "pissa",
+subtract the adapter's first product from them."""
 
 
 def module_of(hf: HuggingFace, adapted: Adapted) -> str:
@@ -149,6 +153,11 @@ class PeftFolder:
                 raise CheckpointError(
                     f"{self.path / CONFIG}: {key} = {given[key]!r} is not supported by dtron"
                 )
+        if (init := given.get("init_lora_weights")) not in _UNCHANGED:
+            raise CheckpointError(
+                f"{self.path / CONFIG}: init_lora_weights = {init!r} belongs to changed base "
+                "weights; save it with PEFT's path_initial_model_for_weight_conversion"
+            )
         if given.get("bias", "none") != "none":
             raise CheckpointError(
                 f"{self.path / CONFIG}: bias = {given['bias']!r}: dtron trains no biases"

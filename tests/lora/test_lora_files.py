@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from dtron.checkpoint.convert import to_hf_folder, to_peft_folder
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
+from dtron.lora.adapters import ADAPTERS
 from tests.harness import run_ranks
 from tests.training import test_trainer
 from tests.training.test_trainer import contents, fit, losses
@@ -64,6 +65,18 @@ def test_peft_and_the_merged_export_give_equal_logits(base: Path, run: Path) -> 
     config = json.loads((run / "peft/adapter_config.json").read_text())
     assert (config["r"], config["use_rslora"]) == (4, True)
     assert config["base_model_name_or_path"] == str(base)
+
+
+def test_a_wider_export_keeps_what_bfloat16_would_round(tmp_path: Path, base: Path) -> None:
+    config = lora(tmp_path / "run", base, train__dtype="bfloat16", lora__modules=("blocks.1.ffn",))
+    run_ranks(1, fit, config)
+    last = tmp_path / "run/checkpoints/step-4"
+    run_ranks(1, to_hf_folder, last, tmp_path / "wide", "float32")
+    stored = contents(last)
+    weight, a, b = (stored[f"{OURS.rpartition('.')[0]}.{x}"] for x in ("weight", *ADAPTERS))
+    assert weight.dtype == torch.bfloat16
+    found = load_file(tmp_path / "wide/model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    torch.testing.assert_close(found, weight.float() + config.lora.scale * b @ a)
 
 
 def test_only_adapters_have_moments_and_change(run: Path) -> None:
@@ -125,6 +138,8 @@ def wrong_adapters(good: Path, path: Path) -> dict[str, Path]:
         ("lora_alpha", 16, "lora_alpha = 16, but lora.alpha = 8.0; set lora.alpha=16"),
         ("use_dora", True, "use_dora = True is not supported"),
         ("peft_type", "IA3", "peft_type = 'IA3' is not LORA"),
+        ("alora_invocation_tokens", [1], "alora_invocation_tokens = [1] is not supported"),
+        ("init_lora_weights", "pissa", "init_lora_weights = 'pissa' belongs to changed base"),
     ):
         file = add(f"adapter_config.json: {message}") / "adapter_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), key: value}), encoding="utf-8")
