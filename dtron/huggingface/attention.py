@@ -8,7 +8,8 @@ The kernel is the first row of BACKENDS that supports the call on this device: F
 cuDNN, FlashAttention-2, or torch's scaled_dot_product_attention.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +37,26 @@ def register() -> None:
 
 
 def mask(
-    attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any
-) -> Tensor | None:
-    """Return the mask of a forward: None for causal attention, else a marker (0,).
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """Return a description of the mask of a forward, which `attention` compares with its arguments.
 
-    The marker says that `position_ids` restart, which marks the documents of packed sequences;
-    `attention` then needs their bounds.
+    Attention code that adds or slices it as a mask fails, rather than attend to all tokens.
 
     Args:
+        kv_length: number of keys T.
         attention_mask: bool (B, T), False for padding; None: no padding.
-        allow_is_causal_skip: whether causal attention is all that is asked for.
+        local_size: size of a sliding window or a chunk; None: all earlier keys are seen.
+        allow_is_causal_skip: false: more than a causal mask and `local_size`, such as the documents
+            of packed sequences, whose `position_ids` restart.
+    Returns:
+        bool (d, w, 0, 0), empty: d = 1 if allow_is_causal_skip is false, else 0; w = local_size, or
+        0 if it hides no key.
     Raises:
         ConfigError: padding before tokens. Padding after them is seen by no token.
     """
@@ -54,7 +65,8 @@ def mask(
             'attn_implementation = "dtron": attention_mask has padding before tokens; pad on the '
             'right (tokenizer.padding_side = "right"), or use attn_implementation = "sdpa"'
         )
-    return None if allow_is_causal_skip else torch.empty(0)
+    window = local_size if local_size is not None and local_size < kv_length else 0
+    return torch.empty(int(not allow_is_causal_skip), window, 0, 0, dtype=torch.bool, device=device)
 
 
 def attention(
@@ -70,7 +82,7 @@ def attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention.
 
@@ -88,10 +100,11 @@ def attention(
     Returns:
         (B, T, H, K), and None for the weights.
     Raises:
-        ConfigError: dropout, attention that is not causal, more keys than queries, or packed
-            documents without their bounds.
+        ConfigError: dropout, attention that is not causal, more keys than queries, a mask that
+            differs from the arguments, or packed documents without their bounds.
     """
-    _check(module, query, key, attention_mask, dropout, is_causal, cu_seq_lens_q)
+    _check(module, query, key, dropout, is_causal, others)
+    _check_mask(key.shape[2], attention_mask, sliding_window or 0, query.shape[0], cu_seq_lens_q)
     window, cap = sliding_window or 0, softcap or 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = (cu_seq_lens_q is not None, window, cap, s_aux is not None)
@@ -104,30 +117,53 @@ def attention(
     return torch.ops.dtron.attention(q, k, v, s_aux, segments, *settings)[0], None
 
 
+_UNSUPPORTED = ("position_bias", "sinks", "indices", "block_indices")
+"""Arguments that change the result: biases of scores, other sinks, and selected keys."""
+
+
 def _check(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    attention_mask: Tensor | None,
     dropout: float,
     is_causal: bool | None,
-    cu_seq_lens_q: Tensor | None,
+    others: Mapping[str, Any],
 ) -> None:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    wrong = ""
+    unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
     if dropout:
-        wrong = "has no dropout; set attention_dropout = 0 in the model's config"
-    elif not causal:
-        wrong = "computes causal attention only"
-    elif key.shape[2] != query.shape[2]:
-        wrong = "trains, and has no cache; set use_cache = False"
-    elif attention_mask is not None and cu_seq_lens_q is None:
-        wrong = (
+        _refuse("has no dropout; set attention_dropout = 0 in the model's config")
+    if not causal:
+        _refuse("computes causal attention only")
+    if key.shape[2] != query.shape[2]:
+        _refuse("trains, and has no cache; set use_cache = False")
+    if unsupported:
+        _refuse(f"has no {unsupported[0]}, which {type(module).__name__} passes")
+
+
+def _check_mask(
+    n_keys: int, mask: Tensor | None, window: int, n_sequences: int, bounds: Tensor | None
+) -> None:
+    if bounds is not None and n_sequences != 1:
+        _refuse(f"needs packed documents in one row, but cu_seq_lens_q has {n_sequences} rows")
+    if mask is None:
+        return
+    if mask.numel() or mask.dim() != 4:
+        _refuse("takes an attention_mask (B, T) of padding, no other mask")
+    if mask.shape[0] and bounds is None:
+        _refuse(
             "needs the bounds of packed documents or a causal mask; pass cu_seq_lens_q, as "
             "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does"
         )
-    if wrong:
-        raise ConfigError(f'attn_implementation = "dtron" {wrong}, or use "sdpa"')
+    if mask.shape[1] != (window if window < n_keys else 0):
+        _refuse(
+            f"gets sliding_window = {window} from the model, whose mask has windows or chunks of "
+            f"{mask.shape[1]} tokens (0: none); set it to more than all tokens in the config"
+        )
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ConfigError(f'attn_implementation = "dtron" {reason}, or use "sdpa"')
 
 
 @torch.compiler.assume_constant_result

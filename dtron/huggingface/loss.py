@@ -5,10 +5,12 @@ head gets the labels and returns the summed loss of its chunks (`parallelisms/te
 and `loss_function` divides it. The logits of all tokens are never in memory.
 """
 
+import inspect
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dtron.errors import ConfigError
 from dtron.training.loss import IGNORE, count_labels
@@ -25,22 +27,35 @@ def give_labels_to_head(model: Any, head: nn.Module) -> None:
         model: a PreTrainedModel with a causal language-modelling loss.
         head: its output embedding, to which `attach_loss` gives the argument `labels`.
     Raises:
-        ConfigError: in a forward with labels: the model changes logits after its head.
+        ConfigError: the model has another loss. In a forward with labels: the model changes logits
+            after its head, or logits_to_keep or ignore_index is set.
     """
+    name, parameters = type(model).__name__, inspect.signature(model.forward)
+    if model.loss_function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"{name} has the loss function {model.loss_function.__name__}, not ForCausalLMLoss of "
+            "transformers; use loss_chunks=1"
+        )
     call: dict[str, Any] = {}
 
     def take(_: nn.Module, args: Any, values: dict[str, Any]) -> None:
         call.clear()  # of a forward that failed
-        if values.get("shift_labels") is not None:
-            call["labels"] = values["shift_labels"]
-        elif values.get("labels") is not None:
-            call["labels"] = shifted(values["labels"])
+        values = {**parameters.bind_partial(*args).arguments, **values}
+        if values.get("labels") is None:
+            return
+        kept = values.get("logits_to_keep", 0)
+        if isinstance(kept, Tensor) or kept:
+            raise ConfigError("logits_to_keep with labels: use loss_chunks=1, or leave it out")
+        after = values.get("shift_labels")
+        call["labels"] = shifted(values["labels"]) if after is None else after
 
     def give(_: nn.Module, args: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**values, **call}
 
-    def note(_: nn.Module, args: Any, out: Any) -> Tensor:
-        call["out"] = out[0] if isinstance(out, tuple) else out  # (sum, sum of each sequence)
+    def note(_: nn.Module, args: Any, out: Any) -> Any:
+        if "labels" not in call:
+            return out
+        call["out"] = out[0]  # of (sum, sum of each sequence)
         return call["out"]
 
     def divided(
@@ -48,16 +63,22 @@ def give_labels_to_head(model: Any, head: nn.Module) -> None:
         labels: Any = None,
         vocab_size: Any = None,
         num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = IGNORE,
         **_: Any,
     ) -> Tensor:
-        if logits is not call["out"]:
+        if logits is not call.pop("out", None):
             raise ConfigError(
-                f"{type(model).__name__} changes its logits after the head, such as by a soft cap; "
-                "use loss_chunks=1"
+                f"{name} changes its logits after the head, such as by a soft cap; use "
+                "loss_chunks=1"
             )
-        return logits / (
-            count_labels(call["labels"]) if num_items_in_batch is None else num_items_in_batch
-        )
+        if ignore_index != IGNORE:
+            raise ConfigError(f"ignore_index = {ignore_index}; use {IGNORE}, or loss_chunks=1")
+        shift_labels = call.pop("labels")
+        if num_items_in_batch is None:
+            return logits / count_labels(shift_labels)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(logits.device)
+        return logits / num_items_in_batch
 
     model.register_forward_pre_hook(take, with_kwargs=True)
     head.register_forward_pre_hook(give, with_kwargs=True)

@@ -1,6 +1,6 @@
 """`fast_plan`: the settings of `parallelize` for a causal language model of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from dtron.errors import ConfigError, nearest
 from dtron.float8 import RECIPES, convert, layer_names
 from dtron.float8.convert import Choice
 from dtron.float8.products import why_emulated
+from dtron.huggingface.attention import NAME
 from dtron.huggingface.loss import give_labels_to_head
 from dtron.parallelisms import (
     Mesh,
@@ -24,6 +25,7 @@ from dtron.parallelisms import (
     rowwise,
 )
 from dtron.parallelisms.fsdp.sharding import DTYPES
+from dtron.parallelisms.placement import Row, matches
 from dtron.parallelisms.tensor.tensor_parallel import AnyRow
 from dtron.setup.float8_plan import scale_groups
 from dtron.training.loss import ChunkedLoss, VocabularyShard
@@ -67,15 +69,19 @@ def fast_plan(
         convert: function that changes the unsharded model in place, after the conversion to float8.
         fields: other fields of ParallelPlan, which replace those of this plan.
     Raises:
-        ConfigError: the model has no list of blocks, its tp plan has an unknown style, its head
-            is no Linear without bias, or the recipe is unknown.
+        ConfigError: the model has no list of blocks or attention code of its own, its tp plan has
+            an unknown style or lacks one, its head is no Linear without bias or is not sharded over
+            tp, it has another loss, or the recipe is unknown.
     """
+    _check_attention(model)
     blocks, passes = _blocks(model), list[Callable[[nn.Module], None]]()
     plan = ParallelPlan(units=blocks, compile=compile)
     if mesh.size("tp") > 1:
-        plan = replace(plan, placements=placements(model))
+        plan = replace(plan, placements=fields.get("placements") or placements(model))
     if loss_chunks > 1:
         name, head = _head(model)
+        if mesh.size("tp") > 1:
+            _check_sharded(name, plan.placements or {})
         loss = ChunkedLoss(loss_chunks, _vocabulary(model, mesh), compile)
         plan = replace(plan, loss=(name, loss))
         passes.append(lambda model: give_labels_to_head(model, head))
@@ -96,7 +102,8 @@ def placements(model: Any) -> dict[Any, AnyRow]:
     """Return the placement rules of a model's tp plan; modules without a style are replicated.
 
     Raises:
-        ConfigError: the model has no tp plan, or a style is unknown.
+        ConfigError: the model has no tp plan, a style is unknown, or parameters next to sharded
+            layers have none.
     """
     styles = dict(model.tp_plan or {})
     if not styles:
@@ -116,16 +123,24 @@ def placements(model: Any) -> dict[Any, AnyRow]:
     if shared:  # several layers read one input: one all-reduce of its gradient
         rows[shared] = prepare_input(Replicate())
     if others := _uncovered(model, styles):
+        for each in others:
+            if any(f"{each}.".startswith(f"{parent}.") for parent in inputs if parent):
+                raise ConfigError(
+                    f"{type(model).__name__} has no tp style for {each}, among layers that are "
+                    "sharded: its gradient may be a partial sum; pass placements={...}"
+                )
         rows[others] = replicate()
     return rows
 
 
 def _uncovered(model: nn.Module, patterns: Any) -> tuple[str, ...]:
-    """Return patterns of the modules that have parameters of their own and no style."""
+    """Return patterns of the outermost modules that have parameters themselves and no style."""
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        if pattern not in patterns and next(module.parameters(recurse=False), None) is not None:
+        if pattern in patterns or any(pattern.startswith(f"{outer}.") for outer in found):
+            continue
+        if next(module.parameters(recurse=False), None) is not None:
             found[pattern] = None
     return tuple(found)
 
@@ -147,6 +162,25 @@ def _head(model: Any) -> tuple[str, nn.Linear]:
             f"the head of {type(model).__name__} is no Linear without bias; use loss_chunks=1"
         )
     return next(name for name, module in model.named_modules() if module is head), head
+
+
+def _check_attention(model: Any) -> None:
+    """Refuse attn_implementation = "dtron" if the model's code does not call it."""
+    calls = getattr(model, "_can_set_attn_implementation", None)  # reads the model's source
+    if model.config._attn_implementation == NAME and calls is not None and not calls():
+        raise ConfigError(
+            f'attn_implementation = "{NAME}": {type(model).__name__} computes attention in its own '
+            'code; use "eager"'
+        )
+
+
+def _check_sharded(head: str, rules: Mapping[Any, AnyRow]) -> None:
+    """Raise ConfigError if the head is not sharded by the vocabulary, as the loss needs over tp."""
+    for patterns, rule in rules.items():
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            if matches(pattern, head) and isinstance(rule, Row) and rule.kind == "colwise":
+                return
+    raise ConfigError(f"{head} has no placement rule colwise(); add it, or use loss_chunks=1")
 
 
 def _vocabulary(model: Any, mesh: Mesh) -> VocabularyShard | None:

@@ -37,8 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"tie_word_embeddings": True},
     "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "final_logit_softcapping": None},
     "GptOss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Apertus": {},
+    "Bloom": {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "num_key_value_heads": 4},
+    "Llama4": {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    "Phimoe": {"sliding_window": 5, "num_local_experts": 4},
 }
-"""A soft cap and windows in every other layer; sinks and windows."""
+"""A soft cap and windows in every other layer; sinks and windows; parameters between layers that tp
+shards; attention that does not call the interface; chunks, and windows, in the mask alone."""
 
 
 def build(name: str, implementation: str) -> Any:
@@ -46,7 +51,8 @@ def build(name: str, implementation: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
+    section = {"Llama4": "Llama4Text"}.get(name, name)
+    config = getattr(transformers, f"{section}Config")(
         **{**SIZES, **MODELS[name]}, attn_implementation=implementation
     )
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -121,6 +127,7 @@ def assert_equal(
         ("Qwen3", 2, 1, "", 1),
         ("Gemma2", 1, 1, "aot_eager", 3),
         ("GptOss", 2, 1, "", 3),
+        ("GptOss", 2, 2, "", 3),  # sinks, in a module of replicated layers
     ],
 )
 def test_models_equal_transformers_own(
@@ -131,13 +138,15 @@ def test_models_equal_transformers_own(
 
 
 def test_losses_divide_as_transformers_does() -> None:
-    """By num_items_in_batch, with labels that are shifted already; without labels, by logits."""
+    """By num_items_in_batch, with shifted labels, by position; without labels, logits."""
     wanted, found = build("Llama", "eager"), run_ranks(1, divided)[0]
     batch = {"input_ids": tokens(), "use_cache": False}
     shift = F.pad(labels(), (0, 1), value=-100)[:, 1:].contiguous()
     values = [
         wanted(**batch, labels=labels(), num_items_in_batch=7).loss,
         wanted(**batch, labels=labels(), shift_labels=shift).loss,
+        wanted(tokens(), None, None, None, None, labels(), use_cache=False).loss,
+        wanted(**batch, shift_labels=shift).logits,
         wanted(**batch).logits,
     ]
     for ours, theirs in zip(found, values, strict=True):
@@ -155,6 +164,8 @@ def divided() -> list[Tensor]:
     return [
         model(**batch, labels=labels(), num_items_in_batch=7).loss.detach(),
         model(**batch, labels=labels(), shift_labels=shift).loss.detach(),
+        model(tokens(), None, None, None, None, labels(), use_cache=False).loss.detach(),
+        model(**batch, shift_labels=shift).logits.detach(),
         model(**batch).logits.detach(),
     ]
 
@@ -171,6 +182,81 @@ def capped() -> None:
 
 def test_logits_that_change_after_the_head_are_refused() -> None:
     run_ranks(1, capped)
+
+
+def refused_call(more: dict[str, Any]) -> None:
+    from dtron.huggingface import fast_plan
+
+    mesh, model = Mesh(), build("Llama", "dtron")
+    model = parallelize(model, mesh, fast_plan(model, mesh, compile=Compile(), dtype="float32"))
+    with pytest.raises(ConfigError, match=next(iter(more))):
+        model(tokens(), labels=labels(), use_cache=False, **more)
+
+
+@pytest.mark.parametrize("more", [{"ignore_index": 0}, {"logits_to_keep": 4}])
+def test_arguments_that_the_loss_in_chunks_lacks_are_refused(more: dict[str, Any]) -> None:
+    run_ranks(1, refused_call, more)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("Bloom", 1, "BloomForCausalLM computes attention in its own code"),
+        ("Llama4", 1, "windows or chunks of 4 tokens"),
+        ("Phimoe", 1, "windows or chunks of 5 tokens"),
+        ("Apertus", 2, "no tp style for model.layers.*.mlp.act_fn"),
+    ],
+)
+def test_models_that_would_compute_something_else_are_refused(
+    name: str, ranks: int, message: str
+) -> None:
+    run_ranks(ranks, refused_model, name, ranks, message)
+
+
+def refused_model(name: str, tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        trained(name, tp, "", 3)
+
+
+def test_attention_code_of_a_model_cannot_use_the_mask() -> None:
+    import dtron.huggingface  # noqa: F401
+
+    with pytest.raises(RuntimeError, match="size"):
+        build("Bloom", "dtron")(tokens(), use_cache=False)
+
+
+def own_placements() -> None:
+    from dtron.huggingface import fast_plan
+    from dtron.huggingface.plan import placements
+    from dtron.parallelisms import replicate
+
+    mesh, model = Mesh(tp=2), build("Llama", "dtron")
+    rules = placements(model)
+    model._tp_plan = {"lm_head": "unknown"}
+    assert fast_plan(model, mesh, placements=rules).placements == rules
+    with pytest.raises(ConfigError, match="lm_head has no placement rule colwise"):
+        fast_plan(model, mesh, placements={**rules, "lm_head": replicate()})
+
+
+def test_placements_replace_those_of_the_model() -> None:
+    run_ranks(2, own_placements)
+
+
+def masked_language_model() -> None:
+    from dtron.huggingface import fast_plan
+
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = transformers.ModernBertConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, decoder_bias=False
+    )
+    model = transformers.ModernBertForMaskedLM(config)
+    mesh = Mesh()
+    with pytest.raises(ConfigError, match="ForMaskedLMLoss, not ForCausalLMLoss"):
+        parallelize(model, mesh, fast_plan(model, mesh, compile=Compile(), dtype="float32"))
+
+
+def test_another_loss_than_that_of_causal_models_is_refused() -> None:
+    run_ranks(1, masked_language_model)
 
 
 def float8_layers() -> list[str]:
