@@ -74,19 +74,20 @@ def fast_plan(
             tp, it has another loss, or the recipe is unknown.
     """
     _check_attention(model)
-    blocks, passes = _blocks(model), list[Callable[[nn.Module], None]]()
-    plan = ParallelPlan(units=blocks, compile=compile)
+    passes = list[Callable[[nn.Module], None]]()
+    plan = ParallelPlan(units=fields.get("units") or _blocks(model), compile=compile)
     if mesh.size("tp") > 1:
         plan = replace(plan, placements=fields.get("placements") or placements(model))
     if loss_chunks > 1:
         name, head = _head(model)
         if mesh.size("tp") > 1:
             _check_sharded(name, plan.placements or {})
-        loss = ChunkedLoss(loss_chunks, _vocabulary(model, mesh), compile)
+        loss = ChunkedLoss(loss_chunks, _vocabulary(head, mesh), compile)
         plan = replace(plan, loss=(name, loss))
         passes.append(lambda model: give_labels_to_head(model, head))
     plan = replace(plan, **fields)
     if float8:
+        blocks = plan.units if isinstance(plan.units, str) else _blocks(model)
         passes.append(_to_float8(blocks, float8, mesh, DTYPES[plan.dtype]))
     if convert is not None:
         passes.append(convert)
@@ -183,10 +184,10 @@ def _check_sharded(head: str, rules: Mapping[Any, AnyRow]) -> None:
     raise ConfigError(f"{head} has no placement rule colwise(); add it, or use loss_chunks=1")
 
 
-def _vocabulary(model: Any, mesh: Mesh) -> VocabularyShard | None:
+def _vocabulary(head: nn.Linear, mesh: Mesh) -> VocabularyShard | None:
     if mesh.size("tp") == 1:
         return None
-    return VocabularyShard(model.config.vocab_size, mesh.rank("tp"), mesh.group("tp"))
+    return VocabularyShard(head.out_features, mesh.rank("tp"), mesh.group("tp"))
 
 
 def _to_float8(

@@ -8,6 +8,7 @@ transformers fuses, transposes or permutes.
 Source: peft.LoraConfig, PEFT's documentation of the checkpoint format.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,10 +144,11 @@ class PeftFolder:
         for key, value in wanted.items():
             theirs = given.get(key, False)
             if theirs != value:
-                fix = str(theirs).lower() if isinstance(theirs, bool) else theirs
+                legal = isinstance(theirs, bool) == isinstance(value, bool) and theirs is not None
+                fix = f"set lora.{keys[key]}={json.dumps(theirs)}" if legal else "mend the file"
                 raise CheckpointError(
                     f"{self.path / CONFIG}: {key} = {theirs!r}, but lora.{keys[key]} = {value!r}; "
-                    f"set lora.{keys[key]}={fix}"
+                    f"{fix}"
                 )
         for key in _FALSE:
             if given.get(key):

@@ -154,7 +154,7 @@ def _with_steps_of_tokens(config: RunConfig) -> RunConfig:
     if not train.tokens or any(changed(config, "train.steps train.epochs")):
         return config
     each = train.global_batch * train.seq_len
-    if (steps := math.ceil(train.tokens / each)) > MAX_STEPS:
+    if (steps := -(-train.tokens // each)) > MAX_STEPS:
         raise ConfigError(
             f"train.tokens = {train.tokens} are {steps} steps of {each} tokens; the limit is "
             f"{MAX_STEPS} steps"

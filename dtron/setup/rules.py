@@ -569,6 +569,18 @@ LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
     Rule("lora.modules lora.rank parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
+        "lora.rank model.override",
+        lambda c: c.config.lora.rank <= c.model.dim,
+        "lora.rank = {c.config.lora.rank} is more than the model's width; an adapter would be "
+        "larger than its matrix; use at most {c.model.dim}",
+    ),
+    Rule(
+        "lora.rank model.override",
+        lambda c: not (c.config.lora.rank and c.config.model.override.get("bias_speed")),
+        "model.override.bias_speed has no effect with lora.rank = {c.config.lora.rank}: biases of "
+        "routers are frozen; leave it out",
+    ),
+    Rule(
         "optim.groups lora.rank model.name",
         finds_none(lambda c: idle_groups(c.config.optim.groups, lambda: _trained_names(c))),
     ),

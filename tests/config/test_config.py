@@ -342,6 +342,11 @@ def test_optimizer_keys_without_effect_are_refused(
             'parallel.pp=2 lora.modules=["blocks.0"]',
             "pipeline rank 1 has no adapters, nothing to train",
         ),
+        ("lora.rank=4096", "lora.rank = 4096 is more than the model's width"),
+        (
+            "model.name=deepseek_v3 model.override.bias_speed=0.1 lora.rank=8",
+            "bias_speed has no effect with lora.rank = 8",
+        ),
         ("model.name=mixtral", "lora.rank = 4 is not a multiple of 8, which grouped matmuls"),
         (
             'optim.groups=[{match="embed",lr=0.1}]',

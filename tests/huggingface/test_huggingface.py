@@ -246,6 +246,8 @@ def masked_language_model() -> None:
     from dtron.huggingface import fast_plan
 
     sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    import transformers
+
     config = transformers.ModernBertConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, decoder_bias=False
     )

@@ -15,7 +15,7 @@ from dtron import Trainer
 from dtron.config import Data, RunConfig
 from dtron.data import identity_of, load_tokenizer, prepare
 from dtron.data.command import main
-from dtron.data.corpus.readers.custom import GROUP
+from dtron.data.corpus.readers.custom import GROUP, custom_corpus
 from dtron.errors import ConfigError, DataError
 from dtron.inference.loaded_model import config_of
 from dtron.io.user_code import registered
@@ -180,6 +180,14 @@ def test_items_that_are_refused(
     with pytest.raises(DataError) as error:
         prepare(Data.model_validate(settings).of_documents(second(item)))
     assert message in str(error.value)
+
+
+def test_equal_versions_of_other_documents_are_told_apart() -> None:
+    """All arguments of Trainer have the same name, and many begin with version "1"."""
+    made = [Data().of_documents(Items([f"{word} {n}" for n in range(9)])) for word in "ab"]
+    first, second = (custom_corpus(data).identity for data in made)
+    assert first != second
+    assert first == custom_corpus(made[0]).identity
 
 
 def test_trainer_refuses_what_is_no_source(tmp_path: Path) -> None:

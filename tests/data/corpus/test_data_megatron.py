@@ -161,6 +161,13 @@ def test_other_errors(tmp_path: Path) -> None:
         prepare(data_of(tmp_path, path))
 
 
+def test_tokens_without_sequences_are_refused(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "x", [])
+    path.write_bytes(bytes(20))
+    with pytest.raises(DataError, match=r"x.idx has no sequences, but .*x.bin has 20 bytes"):
+        prepare(data_of(tmp_path, path))
+
+
 def test_what_cannot_be_read_may_be_left_out(tmp_path: Path) -> None:
     path, out = (
         write_megatron(tmp_path / "x", [[[1, 2, 3]], [[4, 300, 5]], [[6]]]),

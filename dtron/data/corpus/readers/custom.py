@@ -4,6 +4,7 @@ The code gives documents by number; dtron tokenizes them once to the cache, as i
 and holds out, shuffles, packs and mixes them.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -64,7 +65,8 @@ def custom_corpus(data: Data) -> Corpus:
                 continue
             yield document
 
-    identity = json.dumps(["custom", data.source, [*data.paths], n, version, rows])
+    own = [type(source).__module__, type(source).__qualname__, version, _sample(source, n)]
+    identity = json.dumps(["custom", data.source, [*data.paths], n, *own, rows])
     return Corpus(name, identity, ((Part(name, 0, 0),),), texts, lambda: identity, settings=data)
 
 
@@ -109,7 +111,23 @@ def _checked(setting: str, source: Any) -> tuple[int, str]:
             "__len__, __getitem__(number), and a text `version` that changes whenever a document "
             "does"
         )
-    return len(source), source.version
+    try:
+        return len(source), source.version
+    except Exception as error:
+        raise ConfigError(f"{setting}: its __len__ raised {_shown(error)}; fix the code") from error
+
+
+def _sample(source: DocumentSource, n: int) -> str:
+    """Return a digest of three documents, which tells apart sources of one class and version."""
+    digest = hashlib.sha256()
+    for number in sorted({0, n // 2, n - 1} & set(range(n))):
+        try:
+            found = source[number]
+        except Exception as error:  # reported with its number when the documents are read
+            found = repr(error)
+        whole = found if isinstance(found, str | Mapping) else np.asarray(found).tolist()
+        digest.update(f"{whole!r}\n".encode())
+    return digest.hexdigest()
 
 
 def _document(source: DocumentSource, number: int, where: str, reading: Reading) -> Document:

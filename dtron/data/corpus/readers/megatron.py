@@ -218,6 +218,11 @@ class _Index:
                 f"{self.path}, byte {self.documents.at(0)}: documents have the sequences {first} "
                 f"to {last}, but there are {self.lengths.n}; copy it again"
             )
+        if not self.lengths.n and self.size:
+            raise DataError(
+                f"{self.path} has no sequences, but {self.tokens} has {self.size} bytes; copy both "
+                "files again"
+            )
         if self.lengths.n and (begin := int(self.pointers.read(0, 1)[0])):
             raise DataError(
                 f"{self.path}, byte {self.pointers.at(0)}: the first sequence begins at byte "
