@@ -199,6 +199,7 @@ _SHOWN = (
     ("grad_norm", "grad norm {:.3f}"),
     ("lr", "lr {:.2e}"),
     ("skipped", "skipped {}"),
+    ("tokens", "{:,} tokens"),
     ("tokens_per_second", "{:,.0f} tok/s"),
     ("padding", "padding {:.1%}"),
     ("mfu", "mfu {:.1%}"),
