@@ -51,13 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """A Trainer in this process makes the logger its own, out of sight of caplog."""
+def _logging_as_at_the_start() -> None:
+    """A Trainer in this process, also that of a module's fixture, makes the logger its own, out of
+    sight of caplog."""
     log = logging.getLogger("dtron")
-    handlers, level, propagates = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = handlers, propagates
-    log.setLevel(level)
+    log.handlers, log.propagate = [], True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -454,6 +454,9 @@ REPEATED: dict[str, dict[str, str]] = {
     "checkpoints/test_convert.py": {
         "test_there_and_back_keeps_every_bit": "3",
     },
+    "inference/test_serve_check.py": {
+        "test_every_family_passes": "^(llama|deepseek_v3|gpt_oss)$",
+    },
     "checkpoints/test_stores.py": {
         "test_a_kill_inside_a_save": "^index",
         "test_requests_that_fail_once_cost_nothing": "0",

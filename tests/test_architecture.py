@@ -224,6 +224,8 @@ PRIVATE = {
 }
 MOST_NAMES, MOST_FILES = 15, 5
 OF_OTHERS = {
+    "_attn_implementation": "transformers",
+    "_can_set_attn_implementation": "transformers",
     "_cat_ranges": "fsspec",
     "_current_frames": "sys",
     "_data": "torchao's tensor of float8 weights",

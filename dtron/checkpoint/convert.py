@@ -49,7 +49,7 @@ from dtron.io.remote_path import Remote
 from dtron.io.safetensors_file import Region, TensorSpec, full_region, write_tensors
 from dtron.io.untrusted import TEXT_BYTES, read_bytes
 from dtron.lora import peft
-from dtron.lora.adapters import adapters, chosen, factors, merged
+from dtron.lora.adapters import adapters, merging
 from dtron.lora.peft import tensor_names
 from dtron.models import BACKENDS, MODELS, build_model, hf_folder, hf_of, model_spec
 from dtron.models.hf_export import HFExport
@@ -252,7 +252,7 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
             write_tensors(partial / peft.WEIGHTS, specs, get, {"format": "pt"})
             content = json.dumps(peft.config_json(hf, found, initial.lora, base), indent=2)
             write_atomically(partial / peft.CONFIG, content + "\n")
-    log.info("wrote %d adapters of %s to %s", len(found), base or hf.architecture, out)
+    log.info("wrote %d adapters of %s to %s", len(found), checkpoint, out)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -362,17 +362,10 @@ def to_hf_folder(
     for fqn, parameter in model.named_parameters():
         check_float(fqn, reader.dtype(f"model.{fqn}"), parameter.dtype)
 
-    adapted = {x.weight: factors(x.weight) for x in chosen(model, spec, initial.lora)}
+    def read(fqn: str, region: Region) -> Tensor:
+        return reader.region(f"model.{fqn}", region)
 
-    def get(fqn: str, region: Region) -> Tensor:
-        own = reader.region(f"model.{fqn}", region)
-        if fqn not in adapted:
-            return own
-        *experts, n, k = region
-        a, b = (f"model.{factor}" for factor in adapted[fqn])
-        rank = slice(0, initial.lora.rank)
-        columns, rows = (*experts, rank, k), (*experts, n, rank)
-        return merged(own, reader.region(a, columns), reader.region(b, rows), initial.lora.scale)
+    get = merging(read, model, spec, initial.lora)
 
     def dtype_of(fqn: str) -> torch.dtype:
         return _DTYPES[dtype] if dtype else reader.dtype(f"model.{fqn}")

@@ -110,7 +110,8 @@ class RunConfig(Section):
             _apply_override(values, override)
         config = cls.of(values)
         if given := {override.partition("=")[0].strip() for override in overrides}:
-            config = config._without_dependants(values, cls._idle_in(own) | given)
+            kept = cls._idle_in(own) | given
+            config = config._without_dependants(values, kept, said=sections is None)
         if complete is not None and (config.checkpoint.initial or config.model.size == "initial"):
             config = cls.of(complete(values))
         return config
@@ -123,7 +124,9 @@ class RunConfig(Section):
         except ValidationError:
             return set()
 
-    def _without_dependants(self, values: dict[str, Any], kept: Collection[str]) -> "RunConfig":
+    def _without_dependants(
+        self, values: dict[str, Any], kept: Collection[str], said: bool
+    ) -> "RunConfig":
         """Drop keys that lose their effect by an override.
 
         Example: train.sample_prompt has no effect with train.sample_tokens=0.
@@ -132,13 +135,15 @@ class RunConfig(Section):
             values: the nested values of this config; changed in place.
             kept: keys to keep: keys of the command line, and keys that have no effect even without
                 the overrides.
+            said: whether to print which keys are dropped.
         """
         config = self
         while dropped := [each for each in idle_keys(config) if each[0] not in kept]:
             for key, value, need in dropped:
                 section, name = key.split(".")
                 values[section].pop(name)
-                note(f"{key} = {value!r} has no effect without {need}; it is ignored")
+                if said:
+                    note(f"{key} = {value!r} has no effect without {need}; it is ignored")
             config = self.of(values)
         return config
 

@@ -566,7 +566,7 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """With `keep`, also keep the checkpoints of steps that are multiples of this number; 0: none.
     """
-    best: Annotated[Text, Field(pattern=r"^(validation_loss(/.+)?)?$")] = ""
+    best: Text = ""
     """Keep the checkpoint with the lowest value of this metric, besides the `keep` newest:
     `validation_loss` or `validation_loss/NAME`. A validation that improves it saves a checkpoint,
     whose name is RUN/best. Empty: none."""

@@ -126,8 +126,9 @@ def run_tasks(
     Raises:
         ConfigError: the data of a task cannot be loaded.
     """
+    run: Any = simple_evaluate  # its decorator hides the arguments
     try:
-        found = simple_evaluate(
+        found = run(
             HarnessModel(loaded),
             tasks=list(tasks),
             num_fewshot=shots,

@@ -21,8 +21,9 @@ from dtron.checkpoint.directory import find_weights
 from dtron.checkpoint.initial_weights import InitialWeights, check_named, open_initial
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, read_json
-from dtron.io.safetensors_file import full_region
-from dtron.models import AttentionNeeds, build_model, choose_backend, fill_model
+from dtron.io.safetensors_file import Region, full_region
+from dtron.lora.adapters import ADAPTERS, merging
+from dtron.models import AttentionNeeds, build_model, choose_backend, fill_model, model_spec
 from dtron.models.hf_weights import CONFIG
 from dtron.run.process import Place, process_group
 from dtron.run.rendezvous import meet
@@ -163,7 +164,7 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 def _own(
     initial: InitialWeights, stored: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Return dtron's unsharded model with a checkpoint's weights.
+    """Return dtron's unsharded model with a checkpoint's weights and its adapters in them.
 
     Args:
         stored: dtype of the export, to which the weights are rounded first.
@@ -175,11 +176,16 @@ def _own(
         model = build_model(initial.name, config, backend)
     buffers = dict(model.named_buffers())
 
+    def read(fqn: str, region: Region) -> Tensor:
+        return reader.region(f"model.{fqn}", region)
+
+    get = merging(read, model, model_spec(initial.name), initial.lora)
+
     def values() -> Iterator[tuple[str, Tensor]]:
         for key, tensor in reader.index.tensors.items():
             fqn = key.removeprefix("model.")
-            if fqn != key:
-                value = reader.region(key, full_region(tensor.size))
+            if fqn != key and not fqn.endswith(ADAPTERS):
+                value = get(fqn, full_region(tensor.size))
                 yield fqn, value if fqn in buffers else value.to(stored).to(dtype)
 
     return fill_model(model, config, values(), device)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtron.config import Lora
 from dtron.errors import nearest
+from dtron.io.safetensors_file import Region
 from dtron.kernels.grouped import grouped_matmul
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
@@ -278,3 +279,28 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(wide) + scale * (b.to(wide) @ a.to(wide))
+
+
+def merging(
+    read: Callable[[str, Region], Tensor], model: nn.Module, spec: ModelSpec, settings: Lora
+) -> Callable[[str, Region], Tensor]:
+    """Return a reader of regions of weights with their adapters merged.
+
+    Args:
+        read: (FQN, region) -> a region of a stored weight or factor.
+        model: the unsharded model without adapters, on any device.
+    """
+    adapted = {each.weight: factors(each.weight) for each in chosen(model, spec, settings)}
+
+    def get(fqn: str, region: Region) -> Tensor:
+        own = read(fqn, region)
+        if fqn not in adapted:
+            return own
+        *experts, n, k = region
+        a, b = adapted[fqn]
+        rank = slice(0, settings.rank)
+        return merged(
+            own, read(a, (*experts, rank, k)), read(b, (*experts, n, rank)), settings.scale
+        )
+
+    return get

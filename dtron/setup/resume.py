@@ -64,10 +64,26 @@ class ResumeState:
         """Whether training has ended, and the checkpoint is in the durable location."""
         if self.metadata is None:
             return False
-        early = 0 < train.stop_after <= self.metadata.best.get("since", 0)
         only_one = self.locations[0] is self.locations[-1]
         durable = only_one or location_of(self.locations[:-1], self.checkpoint) is None
-        return (early or self.metadata.step >= train.steps) and durable
+        ended = self.metadata.step >= train.steps or self._stopped_early(train)
+        return ended and durable
+
+    def end(self, train: Train) -> str:
+        """Return why a finished run has ended, and what lets it go on."""
+        assert self.metadata is not None, "the run is finished"
+        if self.metadata.step >= train.steps:
+            return (
+                f"{self.checkpoint} is the checkpoint of the last step; train.steps = {train.steps}"
+            )
+        return (
+            f"it stopped early at {self.checkpoint}, after {train.stop_after} validations without "
+            "an improvement; a larger train.stop_after, or 0, continues it"
+        )
+
+    def _stopped_early(self, train: Train) -> bool:
+        assert self.metadata is not None, "there is a checkpoint"
+        return 0 < train.stop_after <= self.metadata.best.get("since", 0)
 
     def agree(
         self, config: RunConfig, model: DecoderConfig, group: dist.ProcessGroup

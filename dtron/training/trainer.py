@@ -169,9 +169,7 @@ class Trainer:
             raise TrainingError("fit() was called twice; make a new Trainer(config) for each call")
         self.fitted = True
         if self.resume.is_finished(self.config.train):
-            log.info(
-                "the run is finished: %s is the checkpoint of the last step", self.resume.checkpoint
-            )
+            log.info("the run is finished: %s", self.resume.end(self.config.train))
             self.attempts.finish()
             self.lock.release()
             self.rendezvous.close()

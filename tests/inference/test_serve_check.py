@@ -16,7 +16,10 @@ from dtron.models import MODELS, to_hf
 from tests.harness import run_ranks
 from tests.models.build import initialized, small_config, varied
 
-pytest.importorskip("transformers", minversion="5.0")
+
+@pytest.fixture(autouse=True)
+def _transformers() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
 
 
 def stored(path: Path, name: str) -> Path:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dtron import cli
 from dtron.checkpoint.convert import to_hf_folder, to_peft_folder
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
@@ -65,6 +66,7 @@ def test_peft_and_the_merged_export_give_equal_logits(base: Path, run: Path) -> 
     config = json.loads((run / "peft/adapter_config.json").read_text())
     assert (config["r"], config["use_rslora"]) == (4, True)
     assert config["base_model_name_or_path"] == str(base)
+    assert cli.commands(["serve-check", str(run / "run")]) == 0
 
 
 def test_a_wider_export_keeps_what_bfloat16_would_round(tmp_path: Path, base: Path) -> None:

@@ -217,7 +217,7 @@ def errors(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str,
 def limits(base: Mapping[str, float]) -> dict[str, float]:
     """How large `errors` may be, given those of one process. Loads of experts are equal."""
     # One process's error of a single number may be near 0 by chance.
-    kinds = ("loss", "norm", "validation", "balance", "z")
+    kinds = ("loss", "sources", "norm", "validation", "balance", "z")
     scalars: dict[str, float] = dict.fromkeys(kinds, ROUNDING)
     return {
         kind: 0.0 if kind == "loads" else BFLOAT16_FACTOR * max(error, scalars.get(kind, 0.0))

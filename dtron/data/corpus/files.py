@@ -101,7 +101,6 @@ def _below(folder: str) -> Iterator[str]:
 
 
 def _on_disk(path: str) -> File:
-    suffix_of(path)
     try:
         status = os.stat(path)  # without opening: each rank asks for each file
     except OSError as error:
@@ -109,6 +108,7 @@ def _on_disk(path: str) -> File:
         raise DataError(f"data.paths: {path}: {error.strerror}; {fix}") from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"data.paths: {path}: not a regular file")
+    suffix_of(path)
     return File(path, status.st_size, status.st_mtime_ns)
 
 
