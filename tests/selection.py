@@ -130,7 +130,6 @@ KEPT: dict[str, dict[str, str]] = {
         "test_host_py_stops_with_a_checkpoint": NONE,
         "test_torchrun_exits_0_after_slurms_warning": NONE,
         "test_torchrun_exits_0_when_it_is_warned_before_training": NONE,
-        "test_two_hosts_that_lose_each_other_go_on": NONE,
     },
     "faults/test_memory.py": {
         "test_out_of_memory_is_one_message_of_all_ranks": NONE,
@@ -138,9 +137,6 @@ KEPT: dict[str, dict[str, str]] = {
     "float8/test_checkpoints.py": {
         "test_resumed_runs_go_on_with_their_delayed_scales": NONE,
         "test_resumed_runs_go_on_to_the_bit_with_float8_and_without": NONE,
-    },
-    "float8/test_float8_async_tp.py": {
-        "test_compiled_blocks_share_one_graph_with_the_operators": NONE,
     },
     "float8/test_gated.py": {
         "test_gives_what_three_layers_give": "False",
@@ -279,7 +275,6 @@ KEPT: dict[str, dict[str, str]] = {
         "test_a_mailbox_needs_two_halves": NONE,
         "test_bounded_buffers_equal_one_process": NONE,
         "test_calls_of_forwards_backwards_and_recomputation_take_turns": NONE,
-        "test_compiled_blocks_compute_shared_experts_while_rows_travel": NONE,
         "test_compiled_blocks_equal_one_process": NONE,
         "test_compiled_blocks_in_bfloat16_equal_eager_ones": NONE,
         "test_equals_all_to_all": "2-1",
@@ -391,7 +386,6 @@ KEPT: dict[str, dict[str, str]] = {
         "test_values_of_a_rank_0_that_stops_or_ends": NONE,
     },
     "training/test_expert_balancing.py": {
-        "test_a_mixture_walks_through_all_layouts": NONE,
         "test_checkpoint_loads_under_other_experts": NONE,
         "test_every_layout_moves_the_biases_of_one_process": "^2-pp=2",
         "test_resumed_run_equals_uninterrupted_bitwise": NONE,

@@ -54,5 +54,6 @@ def test_own_model_by_config(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.matrix  # as tests/faults/test_launch.py
 def test_two_nodes(tmp_path: Path) -> None:
     assert "step 2/2" in run(tmp_path, "bash", "examples/two_nodes.sh", *FEW)

@@ -153,6 +153,7 @@ def run_slowly(store: ObjectStore, config: RunConfig) -> tuple[list[str], str | 
     return found[0]
 
 
+@pytest.mark.matrix  # as a store that does not answer
 def test_a_store_that_is_gone_for_a_while_costs_its_saves_alone(
     tmp_path: Path, store: ObjectStore, whole: list[float]
 ) -> None:

@@ -338,6 +338,7 @@ def test_progress_is_read_from_the_run_directory(tmp_path: Path) -> None:
         assert progress.finished(words) is ended
 
 
+@pytest.mark.matrix  # as tests/faults/test_hosts.py, by -m soak
 def test_two_hosts_that_lose_each_other_go_on(tmp_path: Path) -> None:
     if why := no_namespaces():
         pytest.skip(f"no network namespaces: {why}")

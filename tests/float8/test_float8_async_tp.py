@@ -186,6 +186,7 @@ def compile_blocks(blocks: int) -> tuple[dict[str, int], int, dict[str, float]]:
     return dict(counted.counts), counters["stats"]["unique_graphs"], errors
 
 
+@pytest.mark.matrix  # as in tests/parallelisms/tensor/test_async_tp.py
 @on_cpus
 def test_compiled_blocks_share_one_graph_with_the_operators() -> None:
     for counts, graphs, errors in run_ranks(2, compile_blocks, 3, seconds=240):

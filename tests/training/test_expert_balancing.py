@@ -80,6 +80,7 @@ def test_resumed_run_equals_uninterrupted_bitwise(tmp_path: Path) -> None:
     assert same_checkpoint(whole / "checkpoints/step-6", split / "checkpoints/step-6")
 
 
+@pytest.mark.matrix  # as test_checkpoints_walk_through_all_layouts
 def test_a_mixture_walks_through_all_layouts(tmp_path: Path) -> None:
     """Two steps in each layout, by checkpoints; moments, biases, data and counters come along."""
     common = {**SMALL, "train__steps": 8, "train__micro_batch": 1}

@@ -613,6 +613,7 @@ def calls_in_graphs() -> list[list[str]]:
     return [found for found in calls if "peers_move" in found]
 
 
+@pytest.mark.matrix  # as in tests/parallelisms/expert/test_expert_parallel.py, eager
 def test_compiled_blocks_compute_shared_experts_while_rows_travel() -> None:
     """And their gradients while those of rows do: three products, and at least twice as many; the
     last graph is that without gradients."""
