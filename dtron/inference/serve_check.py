@@ -22,7 +22,7 @@ from dtron.checkpoint.initial_weights import InitialWeights, check_named, open_i
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, read_json
 from dtron.io.safetensors_file import Region, full_region
-from dtron.lora.adapters import ADAPTERS, merging
+from dtron.lora.adapters import is_adapter, merging
 from dtron.models import AttentionNeeds, build_model, choose_backend, fill_model, model_spec
 from dtron.models.hf_weights import CONFIG
 from dtron.run.process import Place, process_group
@@ -184,7 +184,7 @@ def _own(
     def values() -> Iterator[tuple[str, Tensor]]:
         for key, tensor in reader.index.tensors.items():
             fqn = key.removeprefix("model.")
-            if fqn != key and not fqn.endswith(ADAPTERS):
+            if fqn != key and not is_adapter(fqn):
                 value = get(fqn, full_region(tensor.size))
                 yield fqn, value if fqn in buffers else value.to(stored).to(dtype)
 

@@ -289,19 +289,13 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     Warn if they take more than half of the available memory. Raises ConfigError: they do not fit.
     Activations are not counted.
     """
-    with torch.device("meta"):
-        undropped = model.model_copy(update={"attention_dropout": 0.0})
-        built = build_model(config.model.name, undropped, BACKENDS["math"])
-    hidden = model_spec(config.model.name).is_hidden_matrix
-    state = sum(
-        p.numel() * sum(config.optim.state_bytes(hidden(fqn, p.dim())))
-        for fqn, p in built.named_parameters()
-    )
     copies = config.degrees(place.world_size)["dp_replicate"]
     trained, frozen = n_parameters(model), 0
     if config.lora.rank:
         frozen, trained = trained, n_adapter_parameters(config.model.name, model, config.lora)
         state = trained * sum(config.optim.state_bytes(hidden=True))
+    else:
+        state = _state_bytes(config, model)
     # Trained weights and gradients are float32, frozen weights as in computation.
     state += (4 + 4) * trained + DTYPES[config.train.dtype].itemsize * frozen
     needed = state * copies * place.local_world_size / place.world_size
@@ -316,6 +310,18 @@ def _check_memory(config: RunConfig, model: DecoderConfig, place: Place) -> None
     available = check_host_memory(needed, what, lambda _: fix)
     if needed > available / 2 and place.local_rank == 0:
         log.warning("%s; %s are available", what, size(available))
+
+
+def _state_bytes(config: RunConfig, model: DecoderConfig) -> float:
+    """Return the bytes of the optimizer's state of all parameters."""
+    with torch.device("meta"):
+        undropped = model.model_copy(update={"attention_dropout": 0.0})
+        built = build_model(config.model.name, undropped, BACKENDS["math"])
+    hidden = model_spec(config.model.name).is_hidden_matrix
+    return sum(
+        p.numel() * sum(config.optim.state_bytes(hidden(fqn, p.dim())))
+        for fqn, p in built.named_parameters()
+    )
 
 
 def _check_writable(path: Path) -> None:
