@@ -128,7 +128,7 @@ def gathers(run: Resolved, unit: Unit, last: bool) -> int:
     """
     if run.policy.keep_gathered:
         return 1
-    if unit.kind == "embedding" and run.config.lora.rank:
+    if unit.kind == "embedding" and run.frozen:
         return run.micro_batches
     stays = unit.name == "root" or (run.layout is None and last)
     return run.micro_batches * (1 if stays else 2)
@@ -199,14 +199,14 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
     if stage.embedding:
         yield made(kind, model.dim, 1)
-        trained = not run.config.lora.rank  # a frozen embedding needs no gradient of its output
+        trained = not run.frozen  # a frozen embedding needs no gradient of its output
         yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
         predictions = 1 + model.mtp
         yield made(kind, model.dim, predictions)
         yield made(other, model.dim, predictions if other else 0)
         yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
-        yield made(other, model.dim * model.mtp, 1 if other and not run.config.lora.rank else 0)
+        yield made(other, model.dim * model.mtp, 1 if other and not run.frozen else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
@@ -393,7 +393,7 @@ def _tied(run: Resolved, rank: int) -> float:
 
     Such weights are a tied head, or the embedding that multi-token prediction also reads.
     """
-    if not (run.model.tied or run.model.mtp) or run.config.lora.rank:
+    if not (run.model.tied or run.model.mtp) or run.frozen:
         return 0.0
     holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}
     if rank not in holders or len(holders) == 1:

@@ -87,7 +87,7 @@ def total(work: Work) -> Seconds:
 def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
     """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
-    frozen = run.config.lora.rank > 0
+    frozen = run.frozen
     groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
     found = []
     for each in layer_matmuls(run.model, kind):
@@ -243,7 +243,7 @@ def head(run: Resolved, hardware: Hardware) -> Work:
     The seconds of all 1 + mtp predictions are added up.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
-    shape, frozen = (run.tokens, run.model.dim, vocabulary), run.config.lora.rank > 0
+    shape, frozen = (run.tokens, run.model.dim, vocabulary), run.frozen
     once = _product(hardware, ShardedMatmul("head", *shape, frozen=frozen))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
     each: Work = {"matmul": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}

@@ -167,7 +167,7 @@ def _foreign(run: Resolved, rank: int) -> float:
 
     DTensor's embedding backward makes all rows; only the reduction shards them.
     """
-    if run.times_reduced == run.micro_batches or run.config.lora.rank:
+    if run.times_reduced == run.micro_batches or run.frozen:
         return 0.0
     rows = sum(u.whole - u.gathered for u in held(run, rank) if u.kind == "embedding")
     return float(run.reduce_element * rows)
@@ -284,7 +284,7 @@ def in_flight(run: Resolved, rank: int) -> dict[int, int]:
     # If only the head's weight gradients are deferred, its backward without them (I) already frees
     # the blocks' activations.
     # So does the backward of frozen blocks.
-    defers = run.layout.splits_backward and not run.config.lora.rank
+    defers = run.layout.splits_backward and not run.frozen
     ends = Kind.WEIGHT if defers else Kind.INPUT
     live = {action.stage: 0 for action in run.order[rank]}
     heaviest, best = -1.0, {}

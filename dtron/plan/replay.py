@@ -536,7 +536,7 @@ def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> b
     A chunked head computes them with the loss; embeddings have no matmul; frozen weights have no
     gradient, and the gradients of adapters are computed with those of the inputs.
     """
-    if run.config.lora.rank:
+    if run.frozen:
         return False
     if kind == "head":
         return run.config.train.loss_chunks == 1 and _is_split(run, stage.index)

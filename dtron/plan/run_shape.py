@@ -140,9 +140,14 @@ class Resolved(Candidate):
         return ELEMENT[self.config.train.dtype]
 
     @property
+    def frozen(self) -> bool:
+        """Whether the model's weights are frozen, and adapters are trained (`lora.rank`)."""
+        return self.config.lora.rank > 0
+
+    @property
     def frozen_element(self) -> int:
         """Bytes per element in which frozen weights are kept; 4 without frozen weights."""
-        return self.element if self.config.lora.rank else 4
+        return self.element if self.frozen else 4
 
     @property
     def reduce_element(self) -> int:

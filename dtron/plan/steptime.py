@@ -394,7 +394,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * weight + trained * (kept if keeps else gradient)
             found += unit.columns * 2 * times * run.element
-            found += unit.columns * turned if not run.config.lora.rank else 0
+            found += unit.columns * turned if not run.frozen else 0
             found -= 2 * times * (run.element - 1) * unit.narrow
     return found
 
