@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtron.bench.command import bench_parser
-from dtron.bench.kernels import kernels_parser
+from dtron.bench.kernels.command import kernels_parser
 from dtron.bench.lr_range.command import lr_parser
 from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points

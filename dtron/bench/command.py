@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dtron.bench import kernels, report
+from dtron.bench import report
 from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
 from dtron.bench.frameworks import (
     LOG_STEPS,
@@ -25,6 +25,7 @@ from dtron.bench.frameworks import (
     require,
     run_peer,
 )
+from dtron.bench.kernels.command import main as kernels
 from dtron.bench.lr_range import command as lr_range
 from dtron.bench.run import (
     NEVER,
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     _refuse_torchrun()
     if arguments and arguments[0] == "kernels":
-        return kernels.main(arguments[1:])
+        return kernels(arguments[1:])
     if arguments and arguments[0] == "lr":
         return lr_range.main(arguments[1:], lambda: new_folder(Path("runs/bench")))
     given = bench_parser().parse_intermixed_args(arguments)
