@@ -105,6 +105,9 @@ KEPT: dict[str, dict[str, str]] = {
     "checkpoints/test_best.py": {
         "test_the_best_checkpoint_is_kept_and_training_stops_early": "async",
     },
+    "run/test_start.py": {
+        "test_a_second_start_compiles_nothing": NONE,
+    },
     "run/test_trackers.py": {  # wandb and mlflow are not in the extra `test`
         "test_weights_and_biases_offline": NONE,
         "test_mlflow_continues_its_run": NONE,
