@@ -22,7 +22,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,7 +251,7 @@ def optimizer_of(model: Model) -> torch.optim.Optimizer:
 def train(args: argparse.Namespace, device: torch.device) -> tuple[list[float], float]:
     """Return (seconds of each timed step, loss of the last step)."""
     torch.manual_seed(0)
-    size = replace(SIZES[args.size], layers=args.layers or SIZES[args.size].layers)
+    size = size_of(args)
     with device:
         model = Model(size, args.length, ATTENTION[args.attention], args.loss_chunks)
     loss_of, optimizer = compiled(model, args), optimizer_of(model)
@@ -287,10 +287,16 @@ def between(first: Any, last: Any) -> float:
     return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3
 
 
-def parse() -> argparse.Namespace:
+def size_of(args: argparse.Namespace) -> Size:
+    """Return the shape of the model."""
+    size = SIZES[args.size]
+    return replace(size, layers=args.layers or size.layers)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--size", choices=SIZES, default="debug")
     add("--layers", type=int, default=0, help="number of blocks; 0: all of the size")
@@ -303,7 +309,7 @@ def parse() -> argparse.Namespace:
     add("--backend", default="inductor", help="of torch.compile; none: eager")
     add("--mode", help="of torch.compile, such as reduce-overhead for CUDA graphs")
     add("--reshard", action="store_true", help="free parameters after the forward (ZeRO-3)")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def main() -> None:

@@ -1,35 +1,59 @@
 """The floor of benchmarks/bare.py computes what dtron's models compute, and trains."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks import bare
+from dtron.bench.command import bench_parser
+from dtron.bench.run import Options, bench_config
+from dtron.bench.sweep import points
 from dtron.models import BACKENDS, build_model, model_config
 from dtron.models.flops import n_parameters
+from dtron.setup.rules import check_layout
 from dtron.training.loss import sequence_losses
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2-124m": ("gpt", "125m", {"max_seq_len": 1024}),
-    "qwen3-0.6b": ("qwen3", "0.6b", {}),
-    "llama-1.5b": ("llama", "1b", {"tied": False}),
-    "llama3-8b": ("llama", "8b", {}),
-}
-"""Size of bare.py -> model, size and overrides of dtron, as in docs/benchmarking.md."""
+PAIRS = re.findall(
+    r"^\| .* \| `(--size [^`]*)`.* \| `(configs/[^`]*)` \|$",
+    (ROOT / "docs/benchmarking.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+"""Arguments of bare.py and of `dtron bench` that are to be compared."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sizes_are_those_of_dtron(name: str) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=[pair[0] for pair in PAIRS])
+def test_both_sides_of_a_pair_are_equal(pair: tuple[str, str]) -> None:
+    own = bare.parse(pair[0].split())
+    given = bench_parser().parse_intermixed_args(pair[1].split())
+    (point,) = points(given.axes)
+    options = Options(ranks=given.nproc_per_node)
+    config, _ = bench_config(ROOT / given.config, point.overrides, options, Path())
+    check_layout(config, options.ranks)
     with torch.device("meta"):
-        model = bare.Model(bare.SIZES[name], 1024, SDPBackend.MATH, 1)
-    assert sum(p.numel() for p in model.parameters()) == n_parameters(model_config(*MODELS[name]))
+        model = bare.Model(bare.size_of(own), own.length, SDPBackend.MATH, 1)
+    n = n_parameters(model_config(config.model.name, config.model.size, config.model.override))
+    assert sum(p.numel() for p in model.parameters()) == n
+    train, ranks = config.train, given.nproc_per_node
+    assert (train.seq_len, train.micro_batch) == (own.length, own.sequences)
+    assert (train.global_batch, train.loss_chunks) == (own.sequences * ranks, own.loss_chunks)
+    assert (config.optim.moments, train.dtype, config.compile.enable) == (
+        "float32",
+        "bfloat16",
+        True,
+    )
+    assert config.model.attention == "cudnn"
+
+
+def test_every_size_has_a_pair() -> None:
+    sizes = {bare.parse(own.split()).size for own, _ in PAIRS}
+    assert sizes == {name for name in bare.SIZES if not name.startswith("debug")}
 
 
 def theirs(name: str) -> str:
