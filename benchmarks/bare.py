@@ -226,14 +226,14 @@ def compiled(model: Model, args: argparse.Namespace) -> Callable[[Tensor, Tensor
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    units = [*model.blocks, model.head]
+    units, tied = [*model.blocks, model.head], model.head.out.weight is model.embed.weight
     for unit in units:
         if args.backend != "none":
             unit.compile(fullgraph=True, **options)
-        if unit is not model.head:  # a tied weight belongs to the root
+        if unit is not model.head or not tied:  # a tied weight belongs to the root
             fully_shard(unit, mp_policy=policy, reshard_after_forward=args.reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-    for unit, following in itertools.pairwise(model.blocks):
+    for unit, following in itertools.pairwise(units[:-1] if tied else units):
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
     return model
