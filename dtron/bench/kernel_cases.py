@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from dtron.float8.casting import dequantize, quantize
 from dtron.float8.recipes import RECIPES
 from dtron.float8.scales import scale_of
+from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.adamw import Rates, adamw_
 from dtron.kernels.attention import KERNELS, Score
 from dtron.kernels.float8 import (
@@ -257,6 +258,29 @@ def _summed(parts: Tensor) -> Tensors:
     return [out]
 
 
+# -- weight gradients summed over micro-batches ----------------------------------------------------
+
+
+def _draw_gradient(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Draw the sum (out, in) in float32, the output's gradient (N, out) and the input (N, in)."""
+    tokens, width_in, width_out = shape
+    (total,) = _normal(torch.float32, device, (width_out, width_in))
+    return [total, *_normal(dtype, device, (tokens, width_out), (tokens, width_in))]
+
+
+def _added_after(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    return [total.add_(grad.t() @ x)]
+
+
+def _added_in_matmul(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    multiply_into(total, grad.t(), x, add=True)
+    return [total]
+
+
+def _own_sum(total: Tensor, *operands: Tensor) -> Inputs:
+    return total.clone(), *operands
+
+
 # -- casts to float8 -------------------------------------------------------------------------------
 
 _INPUT = RECIPES["tensorwise"].output.left
@@ -483,6 +507,22 @@ PROBLEMS: dict[str, Problem] = {
             KernelRow("dtron", _summed, None, _needs_triton),
         ),
         parts=("sum",),
+    ),
+    "gradient sums": Problem(
+        modules=("accumulate",),
+        dims="tokens, width in, width out",
+        # Llama-3-8B's gate and up.
+        shapes={"cuda": (8192, 4096, 14336), "cpu": (256, 64, 96)},
+        draw=_draw_gradient,
+        flops=lambda shape: (2.0 * shape[0] * shape[1] * shape[2],),
+        # The sum is read and written.
+        n_bytes=lambda total, grad, x: (2.0 * total.nbytes + grad.nbytes + x.nbytes,),
+        reference="separate",
+        rows=(
+            KernelRow("separate", _added_after, inputs=_own_sum),
+            KernelRow("in the matmul", _added_in_matmul, inputs=_own_sum),
+        ),
+        parts=("matmul and sum",),
     ),
     "float8 cast": Problem(
         modules=("float8", "float8_triton"),

@@ -215,6 +215,17 @@ CHOICES = (
         ),
         "tp is inside a host",
     ),
+    # After async_tp: layers that overlap the matmul of the weight gradient keep it separate.
+    Choice(
+        "parallel.accumulate_in_matmul",
+        (True,),
+        lambda c: (
+            c.run.sums_micro_batches
+            and c.run.train.dtype == "bfloat16"
+            and not (c.run.parallel.async_tp or c.run.config.lora.rank)
+        ),
+        "gradients of several micro-batches are summed",
+    ),
 )
 
 

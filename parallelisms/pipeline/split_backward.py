@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from dtron.kernels.grouped import grouped_matmul
 from dtron.parallelisms.pipeline.weight_gradients import (
+    DeferringLinear,
     GroupedMatmul,
     LinearMatmul,
     Site,
@@ -108,6 +109,26 @@ def defer(modules: Iterable[nn.Module], compiled: bool = False) -> WeightGradien
         elif isinstance(multiply, DeferredMultiply):
             experts = _DeferringExperts(module, gradients, multiply.deferred)
             _replace(module, "product", experts.product)
+    return gradients
+
+
+def accumulate_in_matmuls(stage: nn.Module, compiled: bool = False) -> WeightGradients:
+    """Make layers compute their weight gradients outside of autograd, immediately, in place.
+
+    After `WeightGradients.add_to_sums` their matmuls add to FSDP's sums over micro-batches. This
+    concerns nn.Linear, and float8 layers whose recipe keeps the weight gradient in high precision.
+    Layers that `defer` has replaced, experts, and layers whose weight gradient overlaps with
+    communication or is a float8 matmul, whose kernels cannot add to a sum, are unchanged.
+
+    Args:
+        compiled: whether torch.compile may trace the stage; no COMPILE_OPTIONS are needed.
+    """
+    gradients = WeightGradients(compiled)
+    for module in stage.modules():
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            module.forward = _DeferringLinearForward(module, gradients).forward
+        elif isinstance(module, DeferringLinear) and module.adds_in_matmul and not module.site:
+            module.defer_weight_gradient(gradients)
     return gradients
 
 
