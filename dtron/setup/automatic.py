@@ -220,7 +220,8 @@ CHOICES = (
         "parallel.accumulate_in_matmul",
         (True,),
         lambda c: (
-            c.run.sums_micro_batches
+            c.run.micro_batches > 1
+            and (c.run.parallel.reduces_once(c.run.shards > 1) or c.run.splits_backward)
             and c.run.train.dtype == "bfloat16"
             and not (c.run.parallel.async_tp or c.run.config.lora.rank)
         ),
