@@ -86,8 +86,9 @@ class ParallelPlan:
     """Tensor-parallel sharding: {pattern or tuple of patterns: placement rule such as colwise()}.
     The rules must cover every parameter. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Only `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` are used,
-    the last three only if FSDP shards parameters. The mesh sets the degrees."""
+    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `reduce_by`, `copy_engines` and
+    `prefetch` are used, the last three only if FSDP shards parameters. The mesh sets the
+    degrees."""
     dtype: str = "bfloat16"
     """Compute dtype; parameters keep their dtype."""
     recompute: Recompute = Recompute()

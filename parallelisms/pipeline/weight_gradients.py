@@ -1,4 +1,4 @@
-"""Queues of deferred weight gradients.
+"""Queues of deferred weight gradients, and weight gradients that matmuls add to sums.
 
 A split backward has two actions: I computes the gradient of the input and queues the weight
 gradients, W computes the queued weight gradients and adds them to `.grad`.
@@ -6,6 +6,9 @@ gradients, W computes the queued weight gradients and adds them to `.grad`.
 A `Site` is a weight with the queues of its stage. An operator in the backward, eager or in a
 compiled graph, finds the site by a number and adds a `DeferredMatmul` to the queue: the operands,
 and how to multiply them.
+
+The same operators add weight gradients to FSDP's sums over micro-batches, without a queue:
+`accumulate_in_matmuls` (`split_backward.py`) and `WeightGradients.add_to_sums`.
 
 In compiled graphs, `call_of` keeps inductor from merging calls of these operators, and
 COMPILE_OPTIONS (`split_backward.py`) keep it from overwriting queued operands.

@@ -75,7 +75,11 @@ def compare() -> dict[tuple[str, str], list[tuple[float, float, bool]]]:
             (plain, exact), (added, same) = (sums(each, dtype, rank) for each in (parallel, on))
             assert all(map(torch.equal, exact, same)), "the operands are those of the same forward"
             results[name, dtype] = [
-                (float((a - e).norm() / e.norm()), float((b - e).norm() / e.norm()), torch.equal(a, b))
+                (
+                    float((a - e).norm() / e.norm()),
+                    float((b - e).norm() / e.norm()),
+                    torch.equal(a, b),
+                )
                 for a, b, e in zip(plain, added, exact, strict=True)
             ]
     return results
