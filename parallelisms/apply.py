@@ -1,8 +1,9 @@
 """Apply all parallelisms to a plain model, in this order:
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> expert parallel -> context parallel -> deferred or accumulated weight
-        gradients -> loss in the head -> recompute and compile -> offload -> fsdp -> initial weights
+        tensor parallel -> expert parallel -> context parallel
+        -> weight gradients deferred or added to sums -> loss in the head
+        -> recompute and compile -> offload -> fsdp -> initial weights
     -> optimizer
 
 Patterns are resolved on the whole model, since a stage lacks the modules of other stages. Selective
@@ -86,8 +87,8 @@ class ParallelPlan:
     """Tensor-parallel sharding: {pattern or tuple of patterns: placement rule such as colwise()}.
     The rules must cover every parameter. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `reduce_by`, `copy_engines` and
-    `prefetch` are used, the last three only if FSDP shards parameters. The mesh sets the
+    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `reduce_by`, `copy_engines`
+    and `prefetch` are used, the last three only if FSDP shards parameters. The mesh sets the
     degrees."""
     dtype: str = "bfloat16"
     """Compute dtype; parameters keep their dtype."""

@@ -350,14 +350,14 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "parallel.accumulate_in_matmul parallel.async_tp",
         lambda c: not c.parallel.accumulate_in_matmul or not c.parallel.async_tp,
-        "parallel.accumulate_in_matmul with parallel.async_tp, which overlaps the matmuls of weight "
-        "gradients with reduce-scatters; leave one of them out",
+        "parallel.accumulate_in_matmul with parallel.async_tp, which overlaps the matmuls of "
+        "weight gradients with reduce-scatters; leave one of them out",
     ),
     Rule(
         "parallel.accumulate_in_matmul lora.rank",
         lambda c: not c.parallel.accumulate_in_matmul or not c.lora.rank,
-        "parallel.accumulate_in_matmul with lora.rank = {c.lora.rank}: the weights of large matmuls "
-        "are frozen and have no gradient; leave it out",
+        "parallel.accumulate_in_matmul with lora.rank = {c.lora.rank}: the weights of large "
+        "matmuls are frozen and have no gradient; leave it out",
     ),
     Rule(
         "parallel.async_tp parallel.sequence_parallel",

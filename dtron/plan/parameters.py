@@ -91,7 +91,7 @@ class Unit:
     """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
     once more after an all-gather and before a reduction."""
     added: int = 0
-    """Elements of `trained_gathered` whose gradient the matmul adds to the sum over micro-batches."""
+    """Elements of `trained_gathered` whose gradient the matmul adds to a sum of micro-batches."""
 
     @property
     def dense(self) -> tuple[int, int]:

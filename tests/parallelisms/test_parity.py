@@ -623,6 +623,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "qwen3", override=WIDE_HEADS | ONE),

