@@ -166,7 +166,16 @@ class Parallel(Section):
     tp."""
 
     automatic = frozenset(
-        ("dispatcher", "zero", "reduce_by", "copy_engines", "async_tp", "schedule", "cp_method")
+        (
+            "dispatcher",
+            "zero",
+            "reduce_by",
+            "copy_engines",
+            "accumulate_in_matmul",
+            "async_tp",
+            "schedule",
+            "cp_method",
+        )
     )
     dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas of the model; gradients are all-reduced between them."""
@@ -228,6 +237,11 @@ class Parallel(Section):
     `reduce_by = "all_to_all"`, to send gradients. Overlapped matmuls then keep all multiprocessors.
     The dp_shard x cp ranks must be on GPUs of one host. `auto`: true for these ranks with
     `reduce_by = "all_to_all"`."""
+    accumulate_in_matmul: bool = False
+    """If gradients of several micro-batches are summed before their reduction: the matmul of a
+    linear's weight gradient adds to the float32 sum, without a bfloat16 gradient in between. Saves
+    memory traffic and one rounding per micro-batch. `auto`: true with train.dtype = "bfloat16",
+    without async_tp and adapters."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""

@@ -349,6 +349,18 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "{c.lora.rank}: a frozen head has no weight gradient; leave it out",
     ),
     Rule(
+        "parallel.accumulate_in_matmul parallel.async_tp",
+        lambda c: not c.parallel.accumulate_in_matmul or not c.parallel.async_tp,
+        "parallel.accumulate_in_matmul with parallel.async_tp, which overlaps the matmuls of "
+        "weight gradients with reduce-scatters; leave one of them out",
+    ),
+    Rule(
+        "parallel.accumulate_in_matmul lora.rank",
+        lambda c: not c.parallel.accumulate_in_matmul or not c.lora.rank,
+        "parallel.accumulate_in_matmul with lora.rank = {c.lora.rank}: the weights of large "
+        "matmuls are frozen and have no gradient; leave it out",
+    ),
+    Rule(
         "parallel.async_tp parallel.sequence_parallel",
         lambda c: not c.parallel.async_tp or c.parallel.sequence_parallel,
         "parallel.async_tp overlaps the all-gathers and reduce-scatters of "
@@ -504,6 +516,13 @@ RANKS: tuple[Rule[Candidate], ...] = (
         ),
         'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
         'in this layout; use "float32", or one micro-batch',
+    ),
+    Rule(
+        "parallel.accumulate_in_matmul parallel.zero parallel.reduce",
+        lambda c: not c.parallel.accumulate_in_matmul or c.sums_micro_batches,
+        "parallel.accumulate_in_matmul needs gradients that are summed over micro-batches before "
+        "their reduction; use it with several micro-batches and zero = 1 or "
+        'parallel.reduce = "step", or leave it out',
     ),
     Rule(
         "parallel.reduce_by parallel.zero parallel.reduce",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtron.config import Lora
+from dtron.float8.recipes import RECIPES
 from dtron.lora.adapters import attach, is_adapter
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
@@ -89,6 +90,8 @@ class Unit:
     columns: int = 0
     """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
     once more after an all-gather and before a reduction."""
+    added: int = 0
+    """Elements of `trained_gathered` whose gradient the matmul adds to a sum of micro-batches."""
 
     @property
     def dense(self) -> tuple[int, int]:
@@ -201,7 +204,7 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
     Args:
         layer: index of a block; None for embedding and head.
     """
-    key = (part, run.gathered_in_float8(layer), run.adapters(layer))
+    key = (part, run.float8_layers(layer), run.adapters(layer))
     if key not in run.memo:
         run.memo[key] = _unit(run, part, layer)
     return replace(run.memo[key], name=name)
@@ -221,7 +224,7 @@ def _parts(run: Resolved) -> Parts:
 
 def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
     """Return the numbers of elements of one parameter as a Unit."""
-    sizes = _sizes(run, parameter, layer)
+    sizes = _sizes(run, part, parameter, layer)
     return Unit(
         "root",
         part,
@@ -240,6 +243,7 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None 
         sizes.shard * sizes.narrow,
         sizes.shard * sizes.hidden,
         sizes.gathered * sizes.columns,
+        sizes.gathered * sizes.added,
     )
 
 
@@ -267,15 +271,34 @@ class Sizes:
     """Whether it is a trained matrix that Muon would update."""
     trained: bool
     """Whether the parameter has a gradient."""
+    added: bool
+    """Whether the matmul of its gradient adds to the sum over micro-batches."""
 
 
-def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
+def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
     shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
     columns = dim > 0 and ranks > 1
-    kind = parameter.hidden, parameter.trained
+    added = not columns and _adds_in_matmul(run, part, parameter, layer)
+    kind = parameter.hidden, parameter.trained, added
     return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, *kind)
+
+
+def _adds_in_matmul(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> bool:
+    """Whether a parameter is a linear's weight on which `parallel.accumulate_in_matmul` acts.
+
+    Embeddings have no matmul, not even tied ones here; a chunked head adds up its own gradient;
+    float8 matmuls and grouped matmuls cannot add to a float32 sum.
+    """
+    linear = len(parameter.shape) == 2 and parameter.trained and not parameter.expert
+    if not run.config.parallel.accumulate_in_matmul or not linear or part == "embedding":
+        return False
+    if part == "head" and run.config.train.loss_chunks > 1:
+        return False
+    recipe = run.config.float8.recipe
+    narrow = bool(recipe) and RECIPES[recipe].grad_weight is not None
+    return not (narrow and parameter.name.removesuffix(".weight") in run.float8_layers(layer))
 
 
 def local_shapes(run: Resolved, parameter: Parameter) -> tuple[list[int], list[int], int, int]:
@@ -353,7 +376,7 @@ def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
 
     `layer`: index of a block; None: without adapters.
     """
-    return [_sizes(run, parameter, layer) for parameter in parameters(run, kind, layer)]
+    return [_sizes(run, kind, parameter, layer) for parameter in parameters(run, kind, layer)]
 
 
 def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[int, int]]:

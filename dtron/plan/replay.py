@@ -61,7 +61,8 @@ class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Size of each trained parameter's unsharded gradient, in the dtype of computation."""
+    """Size of each trained parameter's unsharded gradient, in the dtype of computation; without
+    those of `added`."""
     columns: list[bool]
     """Whether each of `weights` is sharded on another dim than dim 0, and so copied once more."""
     sent: int
@@ -80,6 +81,10 @@ class _ParameterGroup:
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
     """Gradients summed over micro-batches, in the dtype of reductions."""
+    added: list[int] = field(default_factory=list)
+    """Sizes of the sums to which matmuls add weight gradients, in the dtype of reductions."""
+    added_sums: list[Block] = field(default_factory=list)
+    """The sums of `added` that are allocated."""
     given: list[Block] = field(default_factory=list)
     """Summed gradients that are not reduced, for the optimizer; only with split backwards."""
 
@@ -128,6 +133,7 @@ class _UnitMemory:
             if group.shared and not any((*group.columns, *group.gathered_columns)):
                 gathered, total = sum(group.gathered or group.weights), sum(group.weights)
                 group.weights, group.columns = ([total], [False]) if total else ([], [])
+                group.added = [sum(group.added)] if group.added else []
                 group.gathered, group.gathered_columns = [gathered], [False]
 
 
@@ -248,8 +254,8 @@ class _Replay:
     def drop_gradients(self) -> None:
         """Free gradients that were not reduced, after an update."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
-            self._free([*group.summed, *group.given])
-            group.summed, group.given = [], []
+            self._free([*group.summed, *group.given, *group.added_sums])
+            group.summed, group.given, group.added_sums = [], [], []
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         listed = self.stages[stage]
@@ -349,11 +355,12 @@ class _Replay:
                     continue
                 if last or not self.keep:
                     self._reshard(group)
+                summed = group.summed + group.added_sums
                 if group.given:
-                    self._free(group.summed)
+                    self._free(summed)
                 else:
-                    group.given = group.summed
-                group.summed = []
+                    group.given = summed
+                group.summed, group.added_sums = [], []
 
     def _unload(self, call: _SavedByCall) -> None:
         """Free the tensors that the previous block has copied to the host."""
@@ -418,6 +425,7 @@ class _Replay:
             self._free(made)
             made, group.summed = group.summed, []
             n_bytes = [_wide(self.run, size) for size in n_bytes]
+        made, group.added_sums = made + group.added_sums, []
         if last or not self.keep:
             self._reshard(group)
         if self.pending is not None:
@@ -453,7 +461,11 @@ class _Replay:
         group.out = []
 
     def _make_gradients(self, unit: _UnitMemory) -> list[list[Block]]:
-        return [self._take(group.weights, "gradients") for group in unit.groups]
+        made = []
+        for group in unit.groups:
+            group.added_sums = group.added_sums or self._take(group.added, "gradients")
+            made.append(self._take(group.weights, "gradients"))
+        return made
 
     def _take(self, sizes: list[int], kind: str) -> list[Block]:
         return [self.pool.take(size, kind) for size in sizes if size]
@@ -575,20 +587,22 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
         own = [each for each in sizes(run, kind, layer) if each.separate == separate]
         trained = [each for each in own if each.trained]
         whole = sum(each.gathered for each in trained)
-        weights = [run.element * each.gathered for each in trained]
+        made = [each for each in trained if not each.added]
+        weights = [run.element * each.gathered for each in made]
         gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
         ranks = run.experts["edp_shard"] if separate else run.shards
         if own:
             found.append(
                 _ParameterGroup(
                     weights,
-                    [each.columns for each in trained],
+                    [each.columns for each in made],
                     sent=run.sent_element * whole,
                     shared=ranks > 1,
                     alone=run.keeps_experts if separate else run.keeps_dense,
                     shard=4 * sum(each.shard for each in trained),
                     gathered=gathered,
                     gathered_columns=[each.columns for each in own],
+                    added=[run.reduce_element * each.gathered for each in trained if each.added],
                 )
             )
     return found

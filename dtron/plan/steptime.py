@@ -372,6 +372,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     Gradients that are not reduced (`bypass_reduction` of
     `dtron.parallelisms.fsdp.torch_internals`) are cast to float32 and added to those of earlier
     micro-batches; if they wait for the last micro-batch, they are added without a cast.
+    A matmul that adds a gradient to the sum writes the sum instead of the gradient, and from the
+    second micro-batch on also reads it.
     """
     m, policy, sums = run.micro_batches, run.policy, run.reduce_element
     summed = run.times_reduced < m
@@ -381,6 +383,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         gradient = m * (run.element + (run.element if run.exchanges else sums))
     later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
     kept = run.element + 4 + (m - 1) * later
+    in_matmul = m * (sums - run.element) + (m - 1) * sums
+    in_matmul += 0 if run.keeps_dense else 2 * sums
     turned = 2 * (sums if summed else m * run.element)
     found = 0.0
     for stage in run.stages_of(rank):
@@ -393,6 +397,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                 else:  # cast, and kept until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * weight + trained * (kept if keeps else gradient)
+            if summed:
+                found += unit.added * (in_matmul - (kept if run.keeps_dense else gradient))
             found += unit.columns * 2 * times * run.element
             found += unit.columns * turned if not run.frozen else 0
             found -= 2 * times * (run.element - 1) * unit.narrow

@@ -190,6 +190,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),
         ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
         ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
+        ("parallel.accumulate_in_matmul=true", "needs gradients that are summed"),
         ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
         ("recompute.first=2", "no effect"),
@@ -346,6 +347,7 @@ def test_optimizer_keys_without_effect_are_refused(
         ('lora.modules=["embed"]', "Routers, embeddings, norms and the head have no adapters"),
         ("parallel.tp=2 parallel.async_tp=true", "adapters need the gathered input in train.dtype"),
         ("parallel.pp=2 parallel.defer_head=1", "a frozen head has no weight gradient"),
+        ("parallel.accumulate_in_matmul=true parallel.zero=1", "are frozen and have no gradient"),
         (
             'parallel.pp=2 lora.modules=["blocks.0"]',
             "pipeline rank 1 has no adapters, nothing to train",

@@ -336,10 +336,10 @@ def queued_float8_matmul_dropped() -> None:
     """The queue forgets each weight's second float8 gradient of a step."""
     take, seen = WeightGradients.take, Counter()
 
-    def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+    def most(self: WeightGradients, weight: Tensor, matmul: Any, *total: Any) -> None:
         seen[id(weight)] += isinstance(matmul, weight_gradient.Float8Matmul)
         if seen[id(weight)] != 2:
-            take(self, weight, matmul)
+            take(self, weight, matmul, *total)
 
     WeightGradients.take = most  # type: ignore[method-assign]
 
@@ -348,12 +348,12 @@ def scales_of_the_micro_batch_before() -> None:
     """W multiplies by the scales that the layer's last micro-batch left."""
     take, last = WeightGradients.take, {}
 
-    def stale(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+    def stale(self: WeightGradients, weight: Tensor, matmul: Any, *total: Any) -> None:
         if isinstance(matmul, weight_gradient.Float8Matmul):
             old = last.get(id(weight), matmul.operands.scales)
             last[id(weight)] = matmul.operands.scales
             matmul = replace(matmul, operands=replace(matmul.operands, scales=old))
-        take(self, weight, matmul)
+        take(self, weight, matmul, *total)
 
     WeightGradients.take = stale  # type: ignore[method-assign]
 

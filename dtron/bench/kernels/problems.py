@@ -7,6 +7,7 @@ PROBLEMS: dict[str, Problem] = {
     "attention": attention.ATTENTION,
     "adamw": updates.ADAMW,
     "sums": updates.SUMS,
+    "gradient sums": updates.GRADIENT_SUMS,
     "float8 cast": float8.CAST,
     "float8 gated": float8.GATED,
     "permute": experts.PERMUTE,

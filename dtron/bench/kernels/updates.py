@@ -1,4 +1,4 @@
-"""Problems of `dtron bench kernels` after the backward: sums over ranks, and AdamW."""
+"""Problems of `dtron bench kernels` on gradients: sums over micro-batches and ranks, and AdamW."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from dtron.bench.kernels.problem import (
     normal,
     seeded,
 )
+from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.adamw import Rates, adamw_
 from dtron.kernels.sums import sum_of_parts_
 
@@ -108,6 +109,26 @@ def _summed(parts: Tensor) -> Tensors:
     return [out]
 
 
+def _draw_gradient(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Draw the sum (out, in) in float32, the output's gradient (N, out) and the input (N, in)."""
+    tokens, width_in, width_out = shape
+    (total,) = normal(torch.float32, device, (width_out, width_in))
+    return [total, *normal(dtype, device, (tokens, width_out), (tokens, width_in))]
+
+
+def _added_after(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    return [total.add_(grad.t() @ x)]
+
+
+def _added_in_matmul(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    multiply_into(total, grad.t(), x, add=True)
+    return [total]
+
+
+def _own_sum(total: Tensor, *operands: Tensor) -> Inputs:
+    return total.clone(), *operands
+
+
 ADAMW = Problem(
     modules=("adamw", "adamw_triton"),
     dims="tensors, elements per tensor",
@@ -141,4 +162,21 @@ SUMS = Problem(
         KernelRow("dtron", _summed, None, needs_triton),
     ),
     parts=("sum",),
+)
+
+GRADIENT_SUMS = Problem(
+    modules=("accumulate",),
+    dims="tokens, width in, width out",
+    # Llama-3-8B's gate and up.
+    shapes={"cuda": (8192, 4096, 14336), "cpu": (256, 64, 96)},
+    draw=_draw_gradient,
+    flops=lambda shape: (2.0 * shape[0] * shape[1] * shape[2],),
+    # The sum is read and written.
+    n_bytes=lambda total, grad, x: (2.0 * total.nbytes + grad.nbytes + x.nbytes,),
+    reference="separate",
+    rows=(
+        KernelRow("separate", _added_after, inputs=_own_sum),
+        KernelRow("in the matmul", _added_in_matmul, inputs=_own_sum),
+    ),
+    parts=("matmul and sum",),
 )
