@@ -236,7 +236,9 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
         )
     hf, reader = hf_of(initial.name), ShardReader(initial.path)
     found = adapters(initial.name, initial.config, initial.lora)
-    sources = {theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found).items()}
+    sources = {
+        theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found, initial.lora).items()
+    }
     specs = {
         theirs: TensorSpec(reader.dtype(ours), tuple(reader.index.tensors[ours].size))
         for theirs, ours in sources.items()

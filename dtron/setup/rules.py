@@ -17,7 +17,7 @@ from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
-from dtron.lora.adapters import adapters, factors, wrong_modules
+from dtron.lora.adapters import adapters, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -539,6 +539,11 @@ def _lora_modules(run: ModelCandidate) -> Iterator[str]:
             f"lora.rank = {lora.rank} is not a multiple of 8, which grouped matmuls of experts in "
             "bfloat16 need; use such a rank, or lora.modules without experts"
         )
+    if experts and lora.dora:
+        yield (
+            "lora.dora = true with adapters of experts: only linear layers have magnitudes; use "
+            "lora.modules without experts, such as blocks.*.attn, or leave lora.dora out"
+        )
     for rank, patterns in enumerate(_modules_of_ranks(run)):
         if not any(contains(pattern, each.name) for pattern in patterns for each in found):
             yield (
@@ -562,12 +567,12 @@ def _trained_names(run: ModelCandidate) -> Sequence[str]:
     if not run.config.lora.rank:
         return parameter_names(run.config.model.name, run.model)
     found = adapters(run.config.model.name, run.model, run.config.lora)
-    return [fqn for each in found for fqn in factors(each.weight)]
+    return [fqn for each in found for fqn in each.parameters(run.config.lora)]
 
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
-    Rule("lora.modules lora.rank parallel.pp train.dtype", finds_none(_lora_modules)),
+    Rule("lora.modules lora.rank lora.dora parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
         "lora.rank model.override",
         lambda c: c.config.lora.rank <= c.model.dim,

@@ -13,7 +13,7 @@ from dtron import cli
 from dtron.checkpoint.convert import to_hf_folder, to_peft_folder
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
-from dtron.lora.adapters import ADAPTERS
+from dtron.lora.adapters import FACTORS
 from tests.harness import run_ranks
 from tests.training import test_trainer
 from tests.training.test_trainer import contents, fit, losses
@@ -75,7 +75,7 @@ def test_a_wider_export_keeps_what_bfloat16_would_round(tmp_path: Path, base: Pa
     last = tmp_path / "run/checkpoints/step-4"
     run_ranks(1, to_hf_folder, last, tmp_path / "wide", "float32")
     stored = contents(last)
-    weight, a, b = (stored[f"{OURS.rpartition('.')[0]}.{x}"] for x in ("weight", *ADAPTERS))
+    weight, a, b = (stored[f"{OURS.rpartition('.')[0]}.{x}"] for x in ("weight", *FACTORS))
     assert weight.dtype == torch.bfloat16
     found = load_file(tmp_path / "wide/model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     torch.testing.assert_close(found, weight.float() + config.lora.scale * b @ a)

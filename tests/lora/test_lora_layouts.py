@@ -7,7 +7,11 @@ from tests.parallelisms.parity import EAGER, Batches, Case, float8, selected
 
 LORA = Lora(rank=4, alpha=8.0)
 SOME = Lora(rank=8, modules=("blocks.*.attn.w[qv]", "blocks.1.ffn"), rank_stabilized=True)
-ADAMW = {"lora": LORA, "optimizer": "adamw"}
+ADAM = {"optimizer": "adamw"}
+FOUR = {"override": {"n_layers": 4}}
+ADAMW = {"lora": LORA, **ADAM}
+DORA = Lora(rank=4, alpha=8.0, dora=True)
+DENSE = DORA.model_copy(update={"modules": ("blocks.*.attn", "blocks.*.ffn.shared")})
 DEEP = {"lora": LORA, "override": {"n_layers": 4}}
 CASES = [
     Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="selective"), **ADAMW),
@@ -21,6 +25,17 @@ CASES = [
     Case("llama", 4, Parallel(dp_replicate=2), lora=LORA, optimizer="muon", dtype="float64"),
     Case("deepseek_v3", 4, Parallel(tp=2, pp=2, schedule="ZBVZeroBubble"), lora=LORA),
     float8("rowwise", 4, Parallel(tp=2, pp=2), override={"n_layers": 4}, lora=LORA),
+    # DoRA; gpt has biases
+    Case("gpt", 2, Parallel(tp=2), recompute=Recompute(mode="selective"), lora=DORA, **ADAM),
+    Case("gpt", 2, Parallel(tp=2, sequence_parallel=False), compile=EAGER, lora=DORA),
+    Case("qwen3", 2, Parallel(cp=2, zero=3), recompute=Recompute(mode="full"), lora=DORA),
+    Case("llama", 4, Parallel(tp=2, pp=2, schedule="ZBVZeroBubble"), lora=DORA, **FOUR),
+    Case("deepseek_v3", 4, Parallel(tp=2, dp_replicate=2), lora=DENSE, dtype="float64"),
+    float8("tensorwise", 4, Parallel(tp=2, zero=2), lora=DORA),
+    # async tensor parallelism
+    Case("gpt", 2, Parallel(tp=2, async_tp=True), compile=EAGER, lora=DORA, **ADAM),
+    Case("deepseek_v3", 2, Parallel(tp=2, async_tp=True), lora=LORA),
+    float8("tensorwise", 2, Parallel(tp=2, async_tp=True), lora=DORA),
 ]
 
 
