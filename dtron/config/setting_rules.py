@@ -336,6 +336,13 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.defer_head = 0 or train.loss_chunks = 1",
     ),
     Rule(
+        "lora.rank float8.gather_inputs",
+        lambda c: not c.lora.rank or not c.float8.gather_inputs,
+        "lora.rank = {c.lora.rank} with float8.gather_inputs = true: adapters multiply the "
+        "gathered input in train.dtype, but float8.gather_inputs gathers only float8 values; use "
+        "parallel.async_tp instead",
+    ),
+    Rule(
         "lora.dora float8.all_gather",
         lambda c: not (c.lora.dora and c.float8.all_gather),
         "lora.dora = true with float8.all_gather: the norms of rows need the weights in "

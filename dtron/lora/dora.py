@@ -8,7 +8,7 @@ m / |V|.
 
 V is never built. With G = A A^T (rank, rank),
 
-    |V|^2 = |W|^2 + scale (2 B * (W A^T) + scale B * (B G)) 1        * : elementwise, 1: sum of a row
+    |V|^2 = |W|^2 + scale sum(2 B * (W A^T) + scale B * (B G))       sum: over rank, of each row
 
 Each term is a sum over the K input features. Where tensor parallelism splits them (rowwise), ranks
 add their sums: one all-reduce of N float32 values per layer and forward. FSDP has already gathered
@@ -55,19 +55,22 @@ def rescale(layer: Any, out: Tensor, partial: bool) -> Tensor:
     """
     factors = (layer.lora_a, layer.lora_b)
     square = squared_norms(local(layer.weight), *map(local, factors), layer.lora_scale)
-    ranks = 1
-    if isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(1),):
-        mesh = layer.weight.device_mesh
-        ranks = mesh.size() if partial else 1
-        sums = DTensor.from_local(square, mesh, [Partial()], run_check=False)
-        square = sums.redistribute(placements=[Replicate()]).to_local()
+    norms = sum_columns(square, layer.weight).sqrt().clamp(min=torch.finfo(square.dtype).tiny)
     magnitude = local(layer.lora_magnitude)
-    norms = square.sqrt().clamp(min=torch.finfo(square.dtype).tiny)
     # Both in the dtype of m, so that their quotient is 1 before the first update.
     ratio = (magnitude / norms.to(magnitude.dtype)).to(out.dtype)
     if layer.bias is None:
         return out * ratio
+    ranks = layer.weight.device_mesh.size() if partial else 1
     return out * ratio + (1 - ratio) * (local(layer.bias) / ranks)
+
+
+def sum_columns(squares: Tensor, weight: Tensor) -> Tensor:
+    """Sum squared norms (N,) over tp if tp splits the columns of a weight; else return them."""
+    if not isinstance(weight, DTensor) or weight.placements != (Shard(1),):
+        return squares
+    sums = DTensor.from_local(squares, weight.device_mesh, [Partial()], run_check=False)
+    return sums.redistribute(placements=[Replicate()]).to_local()
 
 
 def rescaled(weight: Tensor, magnitude: Tensor) -> Tensor:

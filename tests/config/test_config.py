@@ -336,7 +336,16 @@ def test_optimizer_keys_without_effect_are_refused(
         ("lora.initial=x", "lora.initial = 'x' has no effect without checkpoint.initial"),
         ('lora.modules=["blocks.*.attn.wp"]', "selects no linear layer and no experts"),
         ('lora.modules=["embed"]', "Routers, embeddings, norms and the head have no adapters"),
-        ("parallel.tp=2 parallel.async_tp=true", "adapters need the gathered input in train.dtype"),
+        (
+            "parallel.tp=2 float8.recipe=tensorwise float8.gather_inputs=true",
+            "float8.gather_inputs gathers only float8 values",
+        ),
+        (
+            "lora.dora=true float8.recipe=tensorwise float8.all_gather=true",
+            "lora.dora = true with float8.all_gather",
+        ),
+        ("lora.rank=0 lora.dora=true", "lora.dora = True has no effect without lora.rank"),
+        ("model.name=mixtral lora.rank=8 lora.dora=true", "only linear layers have magnitudes"),
         ("parallel.pp=2 parallel.defer_head=1", "a frozen head has no weight gradient"),
         (
             'parallel.pp=2 lora.modules=["blocks.0"]',
