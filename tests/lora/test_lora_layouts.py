@@ -1,8 +1,13 @@
 """LoRA: layouts equal one process, which trains the adapters alone."""
 
 import pytest
+import torch
+from torch import nn
 
 from dtron.config import Lora, Parallel, Recompute
+from dtron.parallelisms.fsdp.sharding import shard
+from dtron.parallelisms.mesh import Mesh
+from tests.harness import run_ranks
 from tests.parallelisms.parity import EAGER, Batches, Case, float8, selected
 
 LORA = Lora(rank=4, alpha=8.0)
@@ -48,3 +53,24 @@ def batches(request: pytest.FixtureRequest) -> Batches:
 def test_layouts_equal_one_process(case: Case, batches: Batches) -> None:
     wrong = batches.outcome(case).wrong(case)
     assert not wrong, "; ".join(wrong)
+
+
+def _addresses() -> None:
+    """Record where the forward reads each weight, and compare with where it is stored."""
+    mesh = Mesh(device_type="cpu")
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
+    model[0].requires_grad_(False)
+    model[1].float()
+    stored = [layer.weight.data_ptr() for layer in model]
+    shard(model, mesh, [[layer] for layer in model], Parallel(), torch.bfloat16)
+    read: list[int] = []
+    for layer in model:
+        layer.register_forward_hook(lambda layer, *_: read.append(layer.weight.data_ptr()))
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert read[0] == stored[0]
+    assert read[1] != stored[1]  # a trained weight is cast
+    assert model[1].weight.grad is not None
+
+
+def test_one_rank_does_not_copy_frozen_weights() -> None:
+    run_ranks(1, _addresses)
