@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dtron.config import Lora
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, counted
 from dtron.io.filesystem import read_json
 from dtron.io.safetensors_file import Region, StoredTensors, full_region, reading
 from dtron.lora.adapters import Adapted
@@ -176,7 +176,7 @@ class PeftFolder:
         }
         for problem, names in problems.items():
             if names:
-                more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+                more = f" (and {counted(len(names) - 1, 'other')})" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.file}: {names[0]}{more} {problem}; {fix}")
         for name, each in wanted.items():
             if (shape := self._tensors[name].shape) != list(each.shape):

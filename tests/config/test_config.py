@@ -332,6 +332,35 @@ def test_optimizer_keys_without_effect_are_refused(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "parallel.tp=4 model.override.dim=512 model.override.ffn_dim=2048",
+            "rows of blocks.0.attn.wo.weight have 128 elements on a rank, not a multiple of 256; "
+            "use parallel.tp = 1 or 2, or another optim.name",
+        ),
+        (
+            "parallel.tp=2 lora.rank=16 model.override.dim=256 model.override.ffn_dim=512",
+            "rows of blocks.0.attn.wo.lora_a have 128 elements",
+        ),
+        (
+            "parallel.etp=2 model.name=mixtral model.override.expert_dim=256",
+            "with parallel.etp = 2: rows of blocks.0.ffn.experts.down have 128 elements",
+        ),
+    ],
+)
+def test_shards_without_whole_blocks_of_8_bits_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    words = ["model.override.n_heads=4", *override.split()]
+    config = load(tmp_path, '[optim]\nname = "adamw8bit"', *words)
+    with pytest.raises(ConfigError) as error:
+        resolve(config, 4)
+    assert message in str(error.value)
+    resolve(config.changed(parallel={"tp": 1, "etp": 1}), 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("lora.rank=0 lora.alpha=8", "lora.alpha = 8.0 has no effect without lora.rank"),
         ("lora.initial=x", "lora.initial = 'x' has no effect without checkpoint.initial"),
         ('lora.modules=["blocks.*.attn.wp"]', "selects no linear layer and no experts"),
