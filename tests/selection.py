@@ -83,7 +83,9 @@ KEPT: dict[str, dict[str, str]] = {
         "test_magnitudes_start_as_norms_and_are_resumed_to_the_bit": NONE,
     },
     "lora/test_lora_layouts.py": {
-        "test_layouts_equal_one_process": r"-2-(tp|cp|ep|etp|pp)(?!.*(dora|async))|gpt-2-tp=2-async",
+        "test_layouts_equal_one_process": (
+            r"-2-(tp|cp|ep|etp|pp)(?!.*(dora|async))|gpt-2-tp=2-async"
+        ),
     },
     "inference/test_inference.py": {
         "test_layouts_give_the_same": "tp=2",

@@ -7,7 +7,7 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -526,6 +526,10 @@ class Lora(Section):
     initial: StatedPath = ""
     """Folder of an adapter in PEFT's format, from which the adapters of a run that does not resume
     start. Empty: A is random and B zero."""
+
+    if TYPE_CHECKING:  # pydantic defines it for frozen models
+
+        def __hash__(self) -> int: ...
 
     @property
     def scale(self) -> float:

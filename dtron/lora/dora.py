@@ -53,8 +53,8 @@ def rescale(layer: Any, out: Tensor, partial: bool) -> Tensor:
         out: (..., N), V x + bias of this rank's rows of V.
         partial: whether `out` is a partial sum over tp.
     """
-    factors = (layer.lora_a, layer.lora_b)
-    square = squared_norms(local(layer.weight), *map(local, factors), layer.lora_scale)
+    a, b = local(layer.lora_a), local(layer.lora_b)
+    square = squared_norms(local(layer.weight), a, b, layer.lora_scale)
     norms = sum_columns(square, layer.weight).sqrt().clamp(min=torch.finfo(square.dtype).tiny)
     magnitude = local(layer.lora_magnitude)
     # Both in the dtype of m, so that their quotient is 1 before the first update.

@@ -325,7 +325,9 @@ def test_a_mask_function_of_the_model_is_refused_with_packed_documents_too() -> 
     config = build("Llama", "dtron").config
     given = {"config": config, "inputs_embeds": torch.zeros(1, 16, 32), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": (torch.arange(16) % 8)[None]}
-    assert create_causal_mask(**given).shape[0] == 1  # documents
+    mask = create_causal_mask(**given)
+    assert mask is not None
+    assert mask.shape[0] == 1  # documents
     with pytest.raises(ConfigError, match="or_mask_function"):
         create_causal_mask(**given, or_mask_function=lambda _batch, _head, _q, kv: kv < 4)
 

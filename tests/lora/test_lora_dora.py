@@ -1,8 +1,10 @@
 """DoRA: what an adapted layer computes, its gradients, and merged weights."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtron.config import Lora
 from dtron.lora.adapters import adapters, factors, merged
@@ -13,18 +15,18 @@ from tests.models.build import small_config
 DORA = Lora(rank=4, alpha=8.0, dora=True)
 
 
-def reference(layer: nn.Module, x: Tensor) -> Tensor:
+def reference(layer: Any, x: Tensor) -> Tensor:
     """y = m / |V| (V x) + bias, with V built and |V| constant, as in the paper."""
-    whole = layer.weight + DORA.scale * layer.lora_b @ layer.lora_a  # type: ignore[operator]
-    ratio = layer.lora_magnitude / whole.norm(dim=1).detach()  # type: ignore[operator]
+    whole = layer.weight + DORA.scale * layer.lora_b @ layer.lora_a
+    ratio = layer.lora_magnitude / whole.norm(dim=1).detach()
     out = ratio * (x @ whole.t())
-    return out if layer.bias is None else out + layer.bias  # type: ignore[operator]
+    return out if layer.bias is None else out + layer.bias
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])  # gpt has biases
 def test_a_layer_and_its_gradients_are_those_of_the_paper(name: str) -> None:
-    layer = adapted(name, DORA).get_submodule("blocks.0.ffn.down").double()
-    layer.lora_magnitude.data.uniform_(0.5, 1.5)  # type: ignore[operator, union-attr]
+    layer: Any = adapted(name, DORA).get_submodule("blocks.0.ffn.down").double()
+    layer.lora_magnitude.data.uniform_(0.5, 1.5)
     x = torch.randn(3, 5, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
     inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
     assert len(inputs) == 4

@@ -1,5 +1,7 @@
 """LoRA: layouts equal one process, which trains the adapters alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,8 @@ from tests.parallelisms.parity import EAGER, Batches, Case, float8, selected
 
 LORA = Lora(rank=4, alpha=8.0)
 SOME = Lora(rank=8, modules=("blocks.*.attn.w[qv]", "blocks.1.ffn"), rank_stabilized=True)
-ADAM = {"optimizer": "adamw"}
-FOUR = {"override": {"n_layers": 4}}
+ADAM: dict[str, Any] = {"optimizer": "adamw"}
+FOUR: dict[str, Any] = {"override": {"n_layers": 4}}
 ADAMW = {"lora": LORA, **ADAM}
 DORA = Lora(rank=4, alpha=8.0, dora=True)
 DENSE = DORA.model_copy(update={"modules": ("blocks.*.attn", "blocks.*.ffn.shared")})
@@ -58,18 +60,18 @@ def test_layouts_equal_one_process(case: Case, batches: Batches) -> None:
 def _addresses() -> None:
     """Record where the forward reads each weight, and compare with where it is stored."""
     mesh = Mesh(device_type="cpu")
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
-    model[0].requires_grad_(False)
-    model[1].float()
-    stored = [layer.weight.data_ptr() for layer in model]
-    shard(model, mesh, [[layer] for layer in model], Parallel(), torch.bfloat16)
+    layers: list[Any] = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    layers[0].bfloat16().requires_grad_(False)
+    model = nn.Sequential(*layers)
+    stored = [layer.weight.data_ptr() for layer in layers]
+    shard(model, mesh, [[layer] for layer in layers], Parallel(), torch.bfloat16)
     read: list[int] = []
-    for layer in model:
+    for layer in layers:
         layer.register_forward_hook(lambda layer, *_: read.append(layer.weight.data_ptr()))
     model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     assert read[0] == stored[0]
     assert read[1] != stored[1]  # a trained weight is cast
-    assert model[1].weight.grad is not None
+    assert layers[1].weight.grad is not None
 
 
 def test_one_rank_does_not_copy_frozen_weights() -> None:
