@@ -46,7 +46,8 @@ ALLOWED = {
         "parallelisms.tensor.async_tp",
     },
     "models": _MODELS,
-    "lora": _SETTINGS | {"kernels.grouped", "models", "parallelisms.placement"},
+    "lora": _SETTINGS
+    | {"kernels.grouped", "models", "parallelisms.placement", "parallelisms.tensor.async_tp"},
     "data": _SETTINGS,
     "faults": _SETTINGS | {"parallelisms"},
     "run": _RUN,

@@ -7,7 +7,7 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -534,6 +534,9 @@ class Lora(Section):
     """Scale of the adapters: alpha / rank."""
     rank_stabilized: bool = False
     """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
+    dora: bool = False
+    """DoRA: also train the length of each row of W + scale B A, apart from its direction. Linear
+    layers only."""
     modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
     modules that contain them, such as `blocks.*.attn.w[qv]` or `blocks.*.ffn.experts`; `*` is one
@@ -541,6 +544,10 @@ class Lora(Section):
     initial: StatedPath = ""
     """Folder of an adapter in PEFT's format, from which the adapters of a run that does not resume
     start. Empty: A is random and B zero."""
+
+    if TYPE_CHECKING:  # pydantic defines it for frozen models
+
+        def __hash__(self) -> int: ...
 
     @property
     def scale(self) -> float:

@@ -208,7 +208,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
-    Rule("lora.alpha lora.rank_stabilized lora.modules lora.initial", needs="lora.rank"),
+    Rule("lora.alpha lora.rank_stabilized lora.dora lora.modules lora.initial", needs="lora.rank"),
     Rule("lora.initial", needs="checkpoint.initial: the weights to which the adapter belongs"),
     Rule("compile.backend compile.cache_dir", needs="compile.enable = true"),
     Rule("compile.cache_dir", needs='compile.backend = "inductor"'),
@@ -337,10 +337,17 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.defer_head = 0 or train.loss_chunks = 1",
     ),
     Rule(
-        "lora.rank parallel.async_tp float8.gather_inputs",
-        lambda c: not c.lora.rank or not (c.parallel.async_tp or c.float8.gather_inputs),
-        "lora.rank = {c.lora.rank} with parallel.async_tp or float8.gather_inputs: adapters need "
-        "the gathered input in train.dtype, which these fused layers do not return; leave both out",
+        "lora.rank float8.gather_inputs",
+        lambda c: not c.lora.rank or not c.float8.gather_inputs,
+        "lora.rank = {c.lora.rank} with float8.gather_inputs = true: adapters multiply the "
+        "gathered input in train.dtype, but float8.gather_inputs gathers only float8 values; use "
+        "parallel.async_tp instead",
+    ),
+    Rule(
+        "lora.dora float8.all_gather",
+        lambda c: not (c.lora.dora and c.float8.all_gather),
+        "lora.dora = true with float8.all_gather: the norms of rows need the weights in "
+        "train.dtype, but float8.all_gather gathers only their float8 values; use one of the two",
     ),
     Rule(
         "lora.rank parallel.defer_head",

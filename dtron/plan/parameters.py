@@ -42,7 +42,7 @@ class Parameter:
         partial: whether its gradient is a partial sum on each tp rank.
         hidden: whether it is a trained matrix that Muon would update.
         trained: whether it has a gradient; with adapters, only these have.
-        adapter: whether it is a factor of an adapter.
+        adapter: whether it belongs to an adapter.
     """
 
     name: str
@@ -121,20 +121,20 @@ Parts = dict[str, tuple[Parameter, ...]]
 
 @functools.lru_cache(maxsize=64)
 def parts(
-    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, rank: int = 0
+    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, lora: Lora = Lora()
 ) -> Parts:
     """List the parameters of each part of a model; a tied weight is in both embedding and head.
 
     Args:
-        rank: `lora.rank`; all matrices that can have adapters are listed with them.
+        lora: its `rank` and `dora` count; all matrices that can have adapters are listed with them.
     """
     spec, small = model_spec(name), _smallest(model)
     with torch.device("meta"):
         built = build_model(
             name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
         )
-    if rank:
-        attach(built, spec, Lora(rank=rank))
+    if lora.rank:
+        attach(built, spec, lora)
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
     made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
     splits = _splits(built, made.rows)
@@ -218,8 +218,9 @@ def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
 
 
 def _parts(run: Resolved) -> Parts:
-    split, rank = run.config.parallel.sequence_parallel, run.config.lora.rank
-    return parts(run.config.model.name, run.model, run.tp, split, rank)
+    split, lora = run.config.parallel.sequence_parallel, run.config.lora
+    every = Lora(rank=lora.rank, dora=lora.dora)
+    return parts(run.config.model.name, run.model, run.tp, split, every)
 
 
 def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtron.config import RunConfig
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, counted
 from dtron.faults.memory import check_host_memory, size
 from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
@@ -87,8 +87,8 @@ def _all_changes(config: RunConfig, world_size: int, room: float, factor: float)
             return f"use {', '.join(settings)} (about {size(least)})"
     also = f": with {', '.join(settings)} a rank needs about {size(least)}" if settings else ""
     return (
-        f"no cheaper setting fits on {world_size} ranks{also}; use more ranks or a smaller "
-        "model.size"
+        f"no cheaper setting fits on {counted(world_size, 'rank')}{also}; use more ranks or a "
+        "smaller model.size"
     )
 
 

@@ -589,8 +589,9 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
         whole = sum(each.gathered for each in trained)
         made = [each for each in trained if not each.added]
         weights = [run.element * each.gathered for each in made]
-        gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
         ranks = run.experts["edp_shard"] if separate else run.shards
+        copied = own if ranks > 1 else trained  # one rank uses frozen weights as they are stored
+        gathered = [each.gathered * (1 if each.narrow else run.element) for each in copied]
         if own:
             found.append(
                 _ParameterGroup(
@@ -601,7 +602,7 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
                     alone=run.keeps_experts if separate else run.keeps_dense,
                     shard=4 * sum(each.shard for each in trained),
                     gathered=gathered,
-                    gathered_columns=[each.columns for each in own],
+                    gathered_columns=[each.columns for each in copied],
                     added=[run.reduce_element * each.gathered for each in trained if each.added],
                 )
             )

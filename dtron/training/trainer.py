@@ -70,7 +70,7 @@ from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
-from dtron.training.optim.custom import OptimizerFactory, custom_optimizer
+from dtron.training.optim.custom import OptimizerFactory, custom_optimizer, factory_name
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import BestLoss, Saving
@@ -110,7 +110,7 @@ class Trainer:
         data: documents in place of those of `data.source`, on all ranks the same: see
             `dtron.data.DocumentSource`.
         optimizer: function of named parameters and the section [optim], which makes the optimizer
-            in place of `optim.name`.
+            in place of `optim.name`, which becomes its module and name, also in config.toml.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
@@ -127,6 +127,9 @@ class Trainer:
         if data is not None:
             check_source(data)
             config = config.model_copy(update={"data": config.data.of_documents(data)})
+        if optimizer is not None:
+            named = config.optim.model_copy(update={"name": factory_name(optimizer)})
+            config = config.model_copy(update={"optim": named})
         model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.optimizer = optimizer or custom_optimizer(config.optim.name)
         self.fitted, self.callbacks = False, callbacks

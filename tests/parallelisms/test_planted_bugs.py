@@ -25,6 +25,7 @@ from dtron.float8 import async_tp as fused
 from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
+from dtron.lora import dora
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -56,6 +57,11 @@ def replicas_not_reduced() -> None:
 def adapters_not_reduced() -> None:
     """Each tp rank updates the replicated factors of adapters by its own part of the gradient."""
     tensor.is_partial = lambda _kind, _parameter: False
+
+
+def norms_of_own_columns() -> None:
+    """Each tp rank divides by the norms of its own columns of the adapted matrices."""
+    dora.sum_columns = lambda squares, _weight: squares
 
 
 def tied_gradient_dropped() -> None:
@@ -611,6 +617,7 @@ BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
+    Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),
     Bug(replicas_not_reduced, replace(EP, parallel=Parallel(etp=2), lora=Lora(rank=4)), FACTORS),
     Bug(tied_gradient_dropped, LOOP, r"gradient embed\.weight"),
     Bug(tied_gradient_dropped, V, r".*embed\.weight: the copies differ"),

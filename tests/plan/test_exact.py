@@ -64,6 +64,12 @@ CASES = {
         "parallel.tp=2 parallel.pp=2 parallel.schedule=Interleaved1F1B train.loss_chunks=2",
     ),
     "adapters": (DENSE, 4, "parallel.tp=2 lora.rank=16 parallel.zero=2"),
+    "DoRA": (DENSE, 4, "parallel.tp=2 lora.rank=16 lora.dora=true parallel.zero=2"),
+    "DoRA, async TP": (
+        DENSE,
+        2,
+        "parallel.tp=2 lora.rank=8 lora.dora=true parallel.async_tp=true recompute.mode=selective",
+    ),
     "adapters of a block": (DENSE, 2, 'lora.rank=8 lora.modules=["blocks.1.attn"] parallel.zero=3'),
     "adapters of experts": (
         MIXTURE,
