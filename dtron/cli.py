@@ -75,7 +75,7 @@ def _train(config: RunConfig) -> None:
     except OutOfMemoryError as error:
         from dtron.plan.remedies import remedies
 
-        advice = remedies(config, trainer.place.world_size, error.room, error.needed)
+        advice = remedies(config, trainer.place, error.room, error.needed)
         raise RankError(f"{error}; {advice}") from error
 
 

@@ -382,6 +382,10 @@ class Optim(Section):
     """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
     4 of Muon's matrices and of Lion. beta2 and momentum must then be at most 0.99, since the
     smaller changes of larger ones are lost in bfloat16."""
+    offload: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of AdamW's moments to keep in pinned host memory. The update copies them to the GPU
+    and back, a part at a time. Results are bitwise the same. Parameters of fewer than 65,536
+    elements per rank keep theirs on the GPU, as `optim.ema` does. On GPUs only."""
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, such as 0.999: 4 more bytes per
     parameter, sharded as moments are. `dtron eval`, `generate` and `convert to-hf` use it with
@@ -398,9 +402,17 @@ class Optim(Section):
         Args:
             hidden: of a matrix of a layer, which Muon would update.
         """
+        return self.moment_bytes(hidden) + self.average_bytes()
+
+    def moment_bytes(self, hidden: bool) -> list[float]:
+        """Return the bytes per element of each moment; `hidden` as of `state_bytes`."""
         number = MOMENTS.get(self.name, MOMENTS["adamw"])[hidden]  # a custom one is unknown
         each = _BYTES_8BIT if self.name == "adamw8bit" else _BYTES[self.moments]
-        return [each] * number + ([4.0] if self.ema else [])
+        return [each] * number
+
+    def average_bytes(self) -> list[float]:
+        """Return the bytes per element of the average of the weights; empty: none."""
+        return [4.0] if self.ema else []
 
 
 class Schedule(Section):

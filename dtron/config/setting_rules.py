@@ -167,6 +167,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.optim.name not in ("sgd", "lion"),
         needs='optim.name = "adamw", "adamw8bit" or "muon"',
     ),
+    Rule("optim.offload", needs='optim.name = "adamw"'),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(

@@ -70,6 +70,7 @@ from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
 from dtron.training.optim.custom import OptimizerFactory, custom_optimizer
+from dtron.training.optim.offloaded import OffloadedAdamW
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import BestLoss, Saving
@@ -478,13 +479,18 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Reserve host memory for asynchronous saves; log host memory of activation offload."""
+        """Reserve host memory for asynchronous saves; log host memory of offloaded tensors."""
         self.checkpointer.reserve()
         offload = self.model.applied.offload
         if offload is not None:
             log.info(
                 "activation offloading: %.1f GiB of pinned host memory per rank",
                 offload.pool.reserved / 2**30,
+            )
+        if isinstance(optimizer := self.run.optimizer, OffloadedAdamW):
+            log.info(
+                "optimizer offloading: %.1f GiB of pinned host memory per rank",
+                optimizer.pool.reserved / 2**30,
             )
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:
