@@ -144,6 +144,12 @@ def _plan(arguments: Sequence[str]) -> int:
     return _to_reader(lambda: plan(arguments))
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    from dtron.plan.memory_command import main as memory  # imports torch, as the others
+
+    return _to_reader(lambda: memory(arguments))
+
+
 def _data(arguments: Sequence[str]) -> int:
     from dtron.data.command import main as data  # imports torch, which --help does not need
 
@@ -182,6 +188,7 @@ def _to_reader(command: Callable[[], int]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
     "plan": (_plan, "predict the memory and speed of a run, without a GPU"),
+    "memory": (_memory, "show who held a run's memory, next to the plan"),
     "data": (_data, "prepare, show and count training data"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "eval": (_eval, "print the loss of trained weights on validation sets"),

@@ -240,7 +240,7 @@ class Offload:
         if storage.nbytes() < self.smallest or storage.data_ptr() in call.others:
             return True
         gathered = (parameter for unit in call.units for parameter in unit.parameters())
-        return storage.data_ptr() in _addresses(gathered)
+        return storage.data_ptr() in addresses(gathered)
 
     def _store(self, call: _BlockCall) -> None:
         """Issue copies of storages that are not on the host yet."""
@@ -328,7 +328,7 @@ def _owned_elsewhere(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     the graph, such as the input of a pipeline stage.
     """
     inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _views_leaf(x))
-    return _addresses([*block.parameters(), *block.buffers(), *inputs])
+    return addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
 def _views_leaf(x: Tensor) -> bool:
@@ -342,7 +342,7 @@ def _views_leaf(x: Tensor) -> bool:
             return True
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return _addresses([leaf]) == _addresses([x])
+            return addresses([leaf]) == addresses([x])
         if output >= len(node.next_functions):
             return False
         node, output = node.next_functions[output]
@@ -353,7 +353,7 @@ _MAX_UNITS = 4
 """Maximum number of FSDP units whose forward starts with the same block."""
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return the storage addresses of tensors."""
     return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain_parts(x)}
 

@@ -611,6 +611,18 @@ class Metrics(Section):
     """Number of steps that torch.profiler records; the trace is written to RUN/trace/."""
     profile_shapes: bool = False
     """Record the input shapes of operators in the trace, which slows the recorded steps down."""
+    profile_ranks: tuple[Annotated[int, Field(ge=0, le=MAX_RANKS)], ...] = Field(
+        default=(), strict=False
+    )
+    """Ranks that torch.profiler records; empty: all."""
+    nvtx: bool = False
+    """Mark each module's forward and backward of each micro-batch, and the phases of a step, as
+    NVTX ranges for Nsight Systems and in torch.profiler's traces. With `compile.enable` the marks
+    are of whole forwards."""
+    memory_snapshot: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Step whose memory each rank writes to RUN/memory/, by class and module, for `dtron memory
+    RUN`; on GPUs also torch's snapshot with stacks, which slows this step down. If memory ends
+    in that step, its activations are in the table as well. 0: only of a failed allocation."""
     batch_hash: bool = False
     """Add `batch` to each row of metrics.jsonl: a hash of all sequences since the last row, equal
     in every layout. Shows whether two runs train on the same data."""

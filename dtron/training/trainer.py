@@ -30,6 +30,7 @@ from dtron.data.sources import CONTENT
 from dtron.data.stream import merged
 from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
+from dtron.faults.memory_table import MemoryRecorder
 from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
 from dtron.float8.statistics import Statistics
@@ -359,7 +360,17 @@ class Trainer:
         self.step_log = StepLog(
             config, self.run, self.batches, self.throughput, self.host_group, names
         )
-        self.profile = ProfileWindow(config.metrics, self.rundir.trace)
+        parts, compiled = self.model.applied.parts.values(), config.compile.enable
+        self.profile = ProfileWindow(config.metrics, self.rundir.trace, parts, compiled)
+        self.memory = MemoryRecorder(
+            config.metrics.memory_snapshot,
+            self.rundir.memory,
+            self.model.applied,
+            self.run.optimizer,
+            self.place.device,
+            (self.place.rank, self.model.mesh.rank("pp"), self.place.world_size),
+        )
+        self.faults.out_of_memory = self.memory.failed
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         info.announce(self.info)
 
@@ -429,7 +440,8 @@ class Trainer:
         number = self.step + 1
         self.step_log.accuracy = {}
         self.profile.before(number)
-        with phase("step"), self.guards.sampling(number):
+        recording = self.memory.recording(number)
+        with phase("step"), self.guards.sampling(number), recording:
             result, lr, attended = self._next_update()
         self.step = number
         self.step_log.recovery |= self.attempts.recovered()

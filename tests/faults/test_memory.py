@@ -11,6 +11,7 @@ from dtron.cli import main
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
+from dtron.faults.memory_table import read_table
 from dtron.plan import remedies
 from dtron.plan.memory import offloaded
 from dtron.plan.run_shape import Resolved
@@ -65,6 +66,9 @@ def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -
     assert "SIGTERM" not in done.stdout
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-2\n"
+    (table,) = map(read_table, (tmp_path / "run/memory").glob("rank-*.json"))
+    assert table.when == "out of memory"
+    assert table.totals["optimizer"] > table.totals["parameters"] > 0
 
 
 def test_errors_of_allocators_are_recognised() -> None:
