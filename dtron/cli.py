@@ -188,7 +188,6 @@ def _to_reader(command: Callable[[], int]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (main, "train a model, under torchrun; the same as train.py"),
     "plan": (_plan, "predict the memory and speed of a run, without a GPU"),
-    "memory": (_memory, "show who held a run's memory, next to the plan"),
     "data": (_data, "prepare, show and count training data"),
     "bench": (_bench, "measure the speed of a run, for every combination of settings"),
     "eval": (_eval, "print the loss of trained weights on validation sets"),
@@ -198,6 +197,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "convert Hugging Face folders to checkpoints and back",
     ),
     "serve-check": (_serve_check, "compare a checkpoint's logits with its export's"),
+    "memory": (_memory, "show who held a run's memory, next to the plan"),
 }
 
 

@@ -48,7 +48,7 @@ ALLOWED = {
     "models": _MODELS,
     "lora": _SETTINGS | {"kernels.grouped", "models", "parallelisms.placement"},
     "data": _SETTINGS,
-    "faults": _SETTINGS | {"parallelisms"},
+    "faults": _SETTINGS | {"kernels.torch_internals", "parallelisms"},
     "run": _RUN,
     "checkpoint": _CHECKPOINT,
     "setup": _SETUP,

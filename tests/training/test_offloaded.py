@@ -193,6 +193,35 @@ def test_moments_of_shards_on_gpus_are_on_the_host(of_two_gpus: DeviceMesh) -> N
     assert moment.to_local().untyped_storage().nbytes() >= 2**12  # of the pool
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_bits_on_a_gpu(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams, with buckets that take the time of copies; then loaded by the other kind."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(offloaded, "BUCKET", 2**20)
+    results = []
+    for fractions in ((0.0, 0.0), (1.0, 1.0), (0.5, 0.0), (0.0, 1.0)):
+        torch.manual_seed(0)
+        sizes = [(3000, 1024), (1024,), (7, 3), (2**20, 5)]
+        named = [
+            (f"{i}.weight", nn.Parameter(torch.randn(size, device="cuda")))
+            for i, size in enumerate(sizes)
+        ]
+        optimizer = build_optimizer(named, options(fractions[0], moments))
+        train(named, optimizer, range(3))
+        second = build_optimizer(named, options(fractions[1], moments))
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(named, second, range(3, 6))
+        if fractions[1]:
+            assert isinstance(second, OffloadedAdamW)
+            (held,) = {second.state[p]["exp_avg"].device.type for p in second.offloaded}
+            assert held == "cpu"
+            assert all(second.state[p]["exp_avg"].is_pinned() for p in second.offloaded)
+        results.append([each.cpu() for each in result(named, second)])
+    assert all(is_equal(each, results[0]) for each in results[1:])
+
+
 def fit_offloaded(config: RunConfig) -> None:
     """Train on CPUs, where the key is refused since it has no use; also small tensors."""
     rules._ON_GPUS = ""
