@@ -103,6 +103,9 @@ KEPT: dict[str, dict[str, str]] = {
     "training/test_custom_optimizer.py": {
         "test_torchs_adamw_trains_as_dtrons_in_layouts_and_after_a_resume": "tp",
     },
+    "training/test_offloaded.py": {
+        "test_layouts_train_alike_and_resume_with_and_without_offload": NONE,
+    },
     "training/test_average.py": {
         "test_layouts_have_the_same_average_and_a_resume_keeps_it": "tp",
     },

@@ -167,6 +167,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.optim.name not in ("sgd", "lion"),
         needs='optim.name = "adamw", "adamw8bit" or "muon"',
     ),
+    Rule("optim.offload", needs='optim.name = "adamw"'),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
@@ -276,7 +277,10 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs="parallel.dp_replicate > 1 or parallel.tp > 1 or parallel.pp > 1: no ranks hold "
         "copies",
     ),
-    Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
+    Rule(
+        "metrics.profile_steps metrics.profile_shapes metrics.profile_ranks",
+        needs="metrics.profile_start",
+    ),
 )
 """Keys that have an effect only with certain values of other keys."""
 
@@ -415,6 +419,12 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "{c.train.steps}); use at most {c.train.steps}",
     ),
     Rule(
+        "metrics.memory_snapshot train.steps",
+        lambda c: c.metrics.memory_snapshot <= _known_steps(c),
+        "metrics.memory_snapshot = {c.metrics.memory_snapshot} is after the last step (train.steps "
+        "= {c.train.steps}); use a step of the run",
+    ),
+    Rule(
         "metrics.profile_start train.steps",
         lambda c: c.metrics.profile_start <= _known_steps(c),
         "metrics.profile_start = {c.metrics.profile_start} is after the last step (train.steps = "
@@ -509,6 +519,12 @@ RANKS: tuple[Rule[Candidate], ...] = (
     Rule("parallel.ep parallel.etp", passes(lambda c: c.config.expert_degrees(c.world_size))),
     Rule("train.global_batch train.micro_batch", passes(lambda c: c.micro_batches)),
     Rule("parallel.high_priority", finds_none(_idle_axes)),
+    Rule(
+        "metrics.profile_ranks",
+        lambda c: max(c.config.metrics.profile_ranks, default=0) < c.world_size,
+        "metrics.profile_ranks = {c.config.metrics.profile_ranks} with {c.world_size} ranks; use "
+        "ranks below {c.world_size}",
+    ),
     Rule(
         "parallel.reduce_by parallel.copy_engines",
         lambda c: c.shards > 1,

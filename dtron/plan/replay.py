@@ -20,7 +20,8 @@
     offloaded  a block's kept tensors are freed when the next block is done, and loaded while the
                next block is in backward, as in `dtron.parallelisms.offload`
     update     the first step allocates moments from blocks that activations left free. Activations
-               of the second step do not find these blocks, and more memory is reserved
+               of the second step do not find these blocks, and more memory is reserved. Moments
+               in host memory are on the device a few buckets at a time
 
 Three steps are enough: later steps reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
@@ -38,6 +39,7 @@ from dtron.parallelisms.pipeline.lowering import add_reductions
 from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
+from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
 from dtron.plan.parameters import sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
@@ -158,6 +160,7 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
         replay.step()
         if step == 0:
             replay.take_moments()
+        replay.update_offloaded()
         replay.drop_gradients()
     return replay.pool.reserved
 
@@ -192,6 +195,7 @@ def _replay_joined(replay: "_Replay") -> None:
     replay.take_weights()
     replay.take_moments()
     replay.step()
+    replay.update_offloaded()
 
 
 class _Replay:
@@ -229,6 +233,11 @@ class _Replay:
     def take_moments(self) -> None:
         for unit in (unit for listed in self.stages.values() for unit in listed):
             self._take(unit.moments, "optimizer")
+
+    def update_offloaded(self) -> None:
+        """Copy moments of host memory to the device and back."""
+        size = int(bytes_of_buckets(self.run, self.rank))
+        self._free(self._take([size] if size else [], "working"))
 
     def _shards(self) -> list[int]:
         return [n for listed in self.stages.values() for unit in listed for n in unit.shards]
@@ -505,7 +514,7 @@ def _wide(run: Resolved, size: int) -> int:
 
 def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
     found, layers = [], iter(stage.layers)
-    every = units(run, stage)
+    every, trained = units(run, stage), iter(trained_shards(run, stage))
     for place, unit in enumerate(every):
         is_layer = unit.kind not in ("embedding", "head")
         layer = next(layers) if is_layer else -1
@@ -531,9 +540,8 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             stays,
             moments=[
                 round(n.shard * size)
-                for n in each_size
-                if n.trained
-                for size in optim.state_bytes(n.hidden)
+                for n, on_host in next(trained)
+                for size in (optim.average_bytes() if on_host else optim.state_bytes(n.hidden))
             ],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):

@@ -481,6 +481,7 @@ def _least_bytes(
     frozen = config.lora.rank > 0  # adapters are small
     whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
     moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
+    moments *= 1 - config.optim.offload
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]

@@ -37,9 +37,11 @@ from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, to
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
 from dtron.plan.muon import newton_schulz
+from dtron.plan.offloaded_states import bytes_of_buckets, bytes_on_host
 from dtron.plan.parameters import by_keeping, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
+from dtron.training.optim.offloaded import ON_DEVICE
 
 COPIED = 0.1
 """Fraction of its time that an overlapped collective adds to the step if copy engines run it.
@@ -419,7 +421,17 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
-    return moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    own = moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    return max(own, _moments_copied(run, rank, hardware))
+
+
+def _moments_copied(run: Resolved, rank: int, hardware: Hardware) -> float:
+    """Seconds of copies of moments from and to the host, which overlap each other and the update.
+
+    The first bucket is copied in before any is copied out.
+    """
+    copied = bytes_on_host(run, rank) + bytes_of_buckets(run, rank) / ON_DEVICE
+    return copied / hardware.host_link
 
 
 def timeline(run: Resolved, hardware: Hardware) -> Timeline:

@@ -639,7 +639,7 @@ def setting_warnings(config: RunConfig) -> Iterator[str]:
             yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'
 
 
-_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"
+_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload optim.offload"
 
 
 def _without_gpus(run: MachineCandidate) -> Iterator[str]:
