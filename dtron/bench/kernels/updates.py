@@ -1,4 +1,4 @@
-"""Problems of `dtron bench kernels` on gradients: sums over micro-batches and ranks, and AdamW."""
+"""Problems of `dtron bench kernels` about gradients: their sums, and AdamW."""
 
 from collections.abc import Callable
 from dataclasses import asdict
