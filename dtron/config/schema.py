@@ -517,7 +517,7 @@ class Lora(Section):
     rank_stabilized: bool = False
     """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
     dora: bool = False
-    """DoRA: also train the length of each row of W + scale B A, apart from its direction. Linear
+    """DoRA: also train the length of each row of W + scale B A, separately from its direction. Linear
     layers only."""
     modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
