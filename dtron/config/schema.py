@@ -454,6 +454,10 @@ class Compile(Section):
     """Compile every block and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor`, or `aot_eager` to check graph capture without generating code."""
+    cache_dir: LocalPath = ""
+    """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
+    container, and which only you can write to, since its files are executed. Empty: torch's own,
+    TORCHINDUCTOR_CACHE_DIR or a folder of the user in /tmp."""
 
 
 class Float8(Section):
@@ -517,8 +521,8 @@ class Lora(Section):
     rank_stabilized: bool = False
     """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
     dora: bool = False
-    """DoRA: also train the length of each row of W + scale B A, separately from its direction. Linear
-    layers only."""
+    """DoRA: also train the length of each row of W + scale B A, separately from its direction. Only
+    linear layers have it."""
     modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
     modules that contain them, such as `blocks.*.attn.w[qv]` or `blocks.*.ffn.experts`; `*` is one

@@ -27,7 +27,7 @@ from dtron.parallelisms.gradients import local_part
 from dtron.setup.optim_groups import BLOCK, has_8bit_moments
 from dtron.training.optim.adamw import AdamW
 
-_CHUNK = 2**22
+_CHUNK = 2**25
 """Elements that are updated at once; a multiple of BLOCK."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
