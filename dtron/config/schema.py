@@ -547,8 +547,8 @@ class Lora(Section):
     rank_stabilized: bool = False
     """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
     dora: bool = False
-    """DoRA: also train the length of each row of W + scale B A, apart from its direction. Linear
-    layers only."""
+    """DoRA: also train the length of each row of W + scale B A, separately from its direction. Only
+    linear layers have it."""
     modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
     modules that contain them, such as `blocks.*.attn.w[qv]` or `blocks.*.ffn.experts`; `*` is one

@@ -63,7 +63,7 @@ def mask(
         0 if it hides no key.
     Raises:
         ConfigError: a mask function of the model, or padding before tokens. Padding after them is
-            seen by no token. With an `attention_mask` on a GPU, the check waits for the device.
+            seen by no token.
     """
     if use_vmap:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""DoRA: adapters that train the length of each row of a matrix apart from its direction.
+"""DoRA: adapters that train the length of each row of a matrix separately from its direction.
 
     y = m / |V| * (V x) + bias       V = W + scale B A, |V| (N,): norms of the rows of V
 
