@@ -9,10 +9,10 @@ stream per direction and overlap each other and the updates of parameters whose 
 device. The device holds moments of three buckets at most, during the update only. The kernels, and
 so all bits, are those of `AdamW`.
 
-A CPU optimizer would copy gradients and parameters, 4 bytes each per element and direction, where
-this copies the moments, 8 bytes or 4 in bfloat16. But it would need a second copy of the parameters
-on the host, and every element moves 28 bytes through the memory of the host, which all GPUs of the
-host share; their links to the host are separate.
+A CPU optimizer would copy gradients out and parameters in, 4 bytes per element in each direction,
+where this copies 8 (4 with bfloat16 moments). But it needs a second copy of the parameters on the
+host, has other bits, and moves 36 bytes per element through the memory of the host, where this
+moves 16. All GPUs of a host share its memory; their links to it are separate.
 
 Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Infinity,
 arXiv:2104.07857.
