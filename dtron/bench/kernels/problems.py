@@ -6,6 +6,8 @@ from dtron.bench.kernels.problem import Problem
 PROBLEMS: dict[str, Problem] = {
     "attention": attention.ATTENTION,
     "adamw": updates.ADAMW,
+    "lion": updates.LION,
+    "muon": updates.MUON,
     "sums": updates.SUMS,
     "gradient sums": updates.GRADIENT_SUMS,
     "float8 cast": float8.CAST,
