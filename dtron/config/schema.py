@@ -171,7 +171,6 @@ class Parallel(Section):
             "zero",
             "reduce_by",
             "copy_engines",
-            "accumulate_in_matmul",
             "async_tp",
             "schedule",
             "cp_method",
@@ -240,8 +239,7 @@ class Parallel(Section):
     accumulate_in_matmul: bool = False
     """If gradients of several micro-batches are summed before their reduction: the matmul of a
     linear's weight gradient adds to the float32 sum, without a bfloat16 gradient in between. Saves
-    memory traffic and one rounding per micro-batch. `auto`: true with train.dtype = "bfloat16",
-    without async_tp and adapters."""
+    memory traffic and one rounding per micro-batch."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""
