@@ -132,6 +132,7 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wg = nn.Linear(config.dim, q_dim, bias=config.bias) if config.output_gate else None
         self.wo = nn.Linear(q_dim, config.dim, bias=config.bias)
         self.q_norm = norm(config, size) if config.qk_norm else None
         self.k_norm = norm(config, size) if config.qk_norm else None
@@ -164,7 +165,10 @@ class Attention(nn.Module):
             out = math_attention(q, k, v, mask, self.core.scale, self.drop, keys)
         else:
             out = self.core(q, k, v, mask, None if self.sinks is None else self.sinks(q))
-        return self.wo(out[..., :width].flatten(-2))
+        out = out[..., :width].flatten(-2)
+        if self.wg is not None:
+            out = out * torch.sigmoid(self.wg(x))
+        return self.wo(out)
 
 
 def math_attention(

@@ -77,6 +77,8 @@ class HuggingFace:
     converters: Sequence[KeyConverter] = ()
     ignored_keys: frozenset[str] = frozenset()
     """Keys that do not affect what this architecture computes."""
+    zero_centered: bool = False
+    """Whether transformers stores the weights of norms as gamma - 1."""
     prefix: str = ""
     """Prefix of all tensor names except the head's; files of a model without head omit it."""
     ignored_tensors: Sequence[str] = ()
@@ -188,6 +190,7 @@ TRAINING_FIELDS = (
     "dropout",
     "attention_dropout",
     "norm_zero_centered",
+    "delta_kernel",
     "mtp_coefficient",
     "balance",
     "balance_coefficient",

@@ -137,16 +137,16 @@ class HFFolder:
     Args:
         path: the folder.
         families: {model_type: family} of the model families that transformers has too.
-        zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`.
+        zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`; None: as stored.
     Raises:
         CheckpointError: the folder has no weight files, dtron has no such model, or a tensor is
             missing, unexpected, or has the wrong shape or dtype; the message names the tensor.
     """
 
     def __init__(
-        self, path: Path, families: Mapping[str, HFFamily], zero_centered: bool = False
+        self, path: Path, families: Mapping[str, HFFamily], zero_centered: bool | None = None
     ) -> None:
-        self.path, self._zero_centered = path, zero_centered
+        self.path = path
         given = read_json(path / CONFIG)
         kind = str(given.get("model_type"))
         if kind not in families:
@@ -156,6 +156,8 @@ class HFFolder:
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
+        stored = self._hf.zero_centered
+        self._add_to_gamma = int(stored) - int(stored if zero_centered is None else zero_centered)
         self._tensors = self._headers()
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
         self._refuse_missing_layers()
@@ -174,7 +176,7 @@ class HFFolder:
     def read(self, fqn: str, region: Region | None = None) -> Tensor:
         """Read a region of a parameter to the host, in its stored dtype.
 
-        With `zero_centered`, norm weights are float32.
+        Norm weights that are not returned as stored are float32.
 
         Args:
             region: one slice per dim of the dtron parameter; None: the whole parameter.
@@ -185,7 +187,8 @@ class HFFolder:
             part = self._read_one(each, each.theirs, region)
             if each.dtype is not None:
                 return part.to(each.dtype)
-            return part.float() - 1 if self._zero_centered and is_gamma(fqn) else part
+            added = self._add_to_gamma if is_gamma(fqn) else 0
+            return part.float() + added if added else part
         experts = range(region[0].start, region[0].stop)
         parts = [self._read_one(each, each.theirs.format(expert=i), region[1:]) for i in experts]
         if parts:

@@ -87,6 +87,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn.sinks": heads(),
         "blocks.*.attn.drop": heads(dim=1),
         "blocks.*.attn.wo": rowwise(output=between),
+        **(_delta_rows(between) if config.delta_key_heads else {}),
         "blocks.*.attn_drop": keyed,
         "blocks.*.ffn_norm": tokenwise,
         **_feed_forward_rows(config, between),
@@ -109,7 +110,23 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
         "blocks.*.attn": prepare_input(between),
         "blocks.*.attn.w[qkv]": colwise(),
         "blocks.*.attn.w[kv]": whole_heads(config.n_kv_heads),
+        **({"blocks.*.attn.wg": colwise()} if config.output_gate else {}),
         **norms,
+    }
+
+
+def _delta_rows(between: Placement) -> dict[str, Row]:
+    """Return the tp placements of a gated delta net, which splits between key heads.
+
+    The parameters of convolution and decay are small and replicated; each rank uses the part of its
+    heads.
+    """
+    return {
+        "blocks.*.delta": prepare_input(between),
+        "blocks.*.delta.w_*": colwise(),
+        "blocks.*.delta.core": heads(),
+        "blocks.*.delta.gated_norm": heads(),
+        "blocks.*.delta.wo": rowwise(output=between),
     }
 
 
@@ -210,7 +227,11 @@ class ModelSpec:
     """Names in Hugging Face's format; None: transformers has no such model."""
     experts: str = "blocks.*.ffn.experts"
     """Modules with stacked experts, for expert parallelism."""
-    gates: tuple[str, ...] = ("blocks.*.ffn.router", "blocks.*.ffn.shared_gate")
+    gates: tuple[str, ...] = (
+        "blocks.*.ffn.router",
+        "blocks.*.ffn.shared_gate",
+        "blocks.*.delta.w_[ab]",
+    )
     """Modules of layers whose matrices Muon leaves to AdamW, as embedding and head."""
 
     def is_hidden_matrix(self, fqn: str, n_dims: int) -> bool:

@@ -28,9 +28,12 @@ LATENT = {
     "rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DELTA = {"delta_key_heads": 2, "delta_value_heads": 4, "delta_key_dim": 8, "delta_value_dim": 12}
+DELTA |= {"full_attention_every": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"n_kv_heads": 2},
     "qwen3": {"n_kv_heads": 1},
+    "qwen3_5": {"n_kv_heads": 2, **DELTA},
     "gpt": {"n_kv_heads": 4},
     "mixtral": {"n_kv_heads": 2, **MIXTURE},
     "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},

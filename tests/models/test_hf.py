@@ -35,9 +35,13 @@ YARN |= {"rope_theta": 500.0}
 EXPERTS = {"num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
 LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+# at 1e-6 the norm of a delta rule's small outputs amplifies float32 rounding, in both programs
+DELTA |= {"linear_value_head_dim": 12, "head_dim": 16, "rms_norm_eps": 1e-3}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": SMALL,
+    "qwen3_5": {**SMALL, **DELTA, "num_hidden_layers": 4},
     "gpt": GPT2,
     "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
     # intermediate_size, which no layer has, is as wide as the experts of a token
@@ -67,6 +71,14 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3",
         "window",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    ("qwen3_5", "plain", {}),
+    (
+        "qwen3_5",
+        "tied",
+        {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 1}
+        | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
     ("gpt", "tied", {}),
     ("gpt", "untied", {"tie_word_embeddings": False, "n_inner": 80}),
@@ -103,6 +115,7 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
 CLASSES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3_5",
     "gpt": "GPT2",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
@@ -113,7 +126,8 @@ CLASSES = {
 
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    config = getattr(transformers, f"{CLASSES[name]}Config")(**{**SHAPES[name], **settings})
+    suffix = "TextConfig" if name == "qwen3_5" else "Config"
+    config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     kind = "GPT2LMHeadModel" if name == "gpt" else f"{CLASSES[name]}ForCausalLM"
