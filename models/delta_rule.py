@@ -201,12 +201,15 @@ def _gradients(
     grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.since * k).sum(-1, keepdim=True)
     grad_beta = grad_beta + (to_system * similar * c.pairs).sum(-1, keepdim=True)
 
-    between = to_within * products * c.pairs + by_beta * similar  # of the log of `pairs`
-    began = ((to_q * q + to_keys * beta * k).sum(-1, keepdim=True)) * c.since
+    # The decay of a token acts on what passes it: from earlier tokens of the chunk to itself or
+    # later ones, from the state before, and to the state after. Sums of only these terms lose less
+    # precision than the gradient of a cumulative sum, whose terms cancel.
+    between = (to_within * products * c.pairs + by_beta * similar).tril(-1)
+    passing = (between.cumsum(-1) - between).tril().sum(-2).unsqueeze(-1)
+    began = (to_q * q + to_keys * beta * k).sum(-1, keepdim=True) * c.since
     ends = (to_k * k).sum(-1, keepdim=True) * c.until
-    whole = (following * states).sum((-1, -2), keepdim=True) * c.kept + ends.sum(-2, keepdim=True)
-    to_decay = between.sum(-1, keepdim=True) - between.sum(-2).unsqueeze(-1) + began - ends
-    grad_g = to_decay.flip(-2).cumsum(-2).flip(-2) + whole  # decay is a cumulative sum
+    whole = (following * states).sum((-1, -2), keepdim=True) * c.kept
+    grad_g = passing + began.flip(-2).cumsum(-2).flip(-2) + ends.cumsum(-2) - ends + whole
     return grad_q, grad_k, to_values * beta, grad_g, grad_beta
 
 

@@ -1,6 +1,7 @@
 """Models in Hugging Face's format: read, written, and refused where dtron's are others."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     (
         "qwen3_5",
         "tied",
-        {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}
+        {"tie_word_embeddings": True, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
         | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 1}
         | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
@@ -171,9 +172,13 @@ def is_deepseek_v2(config: DecoderConfig) -> bool:
 
 @pytest.mark.parametrize(("name", "case", "settings"), RANDOM, ids=lambda v: v if v else "")
 def test_logits_and_gradients_equal_those_of_transformers(
-    tmp_path: Path, name: str, case: str, settings: dict[str, Any]
+    tmp_path: Path, name: str, case: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = reference(name, settings)
+    if name == "qwen3_5":  # by chunks, transformers loses four digits of some gradients of decays
+        rules = sys.modules[type(theirs).__module__]
+        by_token = rules.torch_recurrent_gated_delta_rule
+        monkeypatch.setattr(rules, "torch_chunk_gated_delta_rule", by_token)
     theirs.save_pretrained(tmp_path / "hf")
     ours = from_hf(tmp_path / "hf", attention="math")
     x, direction = tokens(length=40), torch.randn(2, 40, 97)
