@@ -115,7 +115,7 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
             f"full_attention_every = {config.full_attention_every} {why} 2 to n_layers = "
             f"{config.n_layers}, since a model needs a layer with full attention"
         )
-    for key, value in {"window": 0, "kv_lora_rank": 0, "n_experts": 0}.items():
+    for key, value in {"window": 0, "kv_lora_rank": 0, "n_experts": 0, "bias": False}.items():
         if getattr(config, key) != value:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
@@ -202,7 +202,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "delta_key_heads delta_value_heads delta_key_dim delta_value_dim full_attention_every "
-        "window kv_lora_rank n_experts bias activation positions",
+        "window kv_lora_rank n_experts bias",
         finds_none(_wrong_delta),
     ),
     Rule(

@@ -51,6 +51,11 @@ def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
     return ("mtp_embed", *(f"blocks.{layer}" for layer in layers))
 
 
+def delta_cores(config: DecoderConfig) -> str:
+    """Return the pattern of the recurrent modules of gated delta nets; empty: the model has none."""
+    return "blocks.*.delta.core" if config.delta_key_heads else ""
+
+
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
     """Return the FSDP units of a Decoder: modules whose parameters are gathered together.
 
@@ -221,6 +226,9 @@ class ModelSpec:
     """Modules of multi-token prediction, on the last pipeline stage."""
     cores: str = "blocks.*.attn.core"
     """Attention modules; context parallelism replaces their forward."""
+    delta_cores: Callable[[DecoderConfig], str] = delta_cores
+    """Pattern of the recurrent modules, whose forward context parallelism replaces too; empty:
+    none."""
     feed_forward: str = "blocks.*.ffn"
     """Modules with gate, up and down, which float8 fuses."""
     hf: HuggingFace | None = None
