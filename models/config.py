@@ -242,6 +242,11 @@ class DecoderConfig(BaseModel):
         )
 
     @property
+    def n_delta_layers(self) -> int:
+        """Number of gated delta nets."""
+        return sum(self.delta_layers)
+
+    @property
     def delta_channels(self) -> int:
         """Gated delta net: width of all queries, keys and values."""
         keys = 2 * self.delta_key_heads * self.delta_key_dim
