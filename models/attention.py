@@ -122,6 +122,9 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, backend: "Backend", window: int | None = None):
         super().__init__()
         self._build_projections(config)
+        self.wg: nn.Linear | None = None
+        if config.output_gate:
+            self.wg = nn.Linear(config.dim, config.n_heads * config.v_head_size, bias=config.bias)
         self.drop = AttentionDropout(config.attention_dropout)
         self.core = AttentionCore(backend, config, window)
         self.sinks = AttentionSinks(config.n_heads) if config.sinks else None
@@ -132,7 +135,6 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
-        self.wg = nn.Linear(config.dim, q_dim, bias=config.bias) if config.output_gate else None
         self.wo = nn.Linear(q_dim, config.dim, bias=config.bias)
         self.q_norm = norm(config, size) if config.qk_norm else None
         self.k_norm = norm(config, size) if config.qk_norm else None

@@ -206,6 +206,12 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         finds_none(_wrong_delta),
     ),
     Rule(
+        "output_gate kv_lora_rank",
+        lambda c: not (c.output_gate and c.kv_lora_rank),
+        "output_gate = true is not supported by latent attention, kv_lora_rank = {c.kv_lora_rank}; "
+        "use false",
+    ),
+    Rule(
         "rope_fraction positions kv_lora_rank",
         lambda c: c.rope_fraction == 1 or (c.positions == "rope" and not c.kv_lora_rank),
         "rope_fraction = {c.rope_fraction} has no effect without rope, or with latent attention; "
