@@ -128,9 +128,7 @@ def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Modu
     return model_spec(name).build(config, attention)
 
 
-def hf_folder(
-    path: str | Path, zero_centered: bool | None = None, name: str = ""
-) -> HFFolder:
+def hf_folder(path: str | Path, zero_centered: bool | None = None, name: str = "") -> HFFolder:
     """Open a folder in Hugging Face's format and check that the model is in MODELS, or is `name`.
 
     Args:

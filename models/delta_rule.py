@@ -65,7 +65,8 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
     wide, groups = torch.promote_types(v.dtype, torch.float32), q.shape[2]
     by_group = (v, g.unsqueeze(-1), beta.unsqueeze(-1))
     v, g, beta = (_chunks(x.to(wide).unflatten(2, (groups, -1))) for x in by_group)
-    return *(_chunks(x.to(wide).unsqueeze(3)) for x in (q, k)), v, g, beta
+    q, k = (_chunks(x.to(wide).unsqueeze(3)) for x in (q, k))
+    return q, k, v, g, beta
 
 
 def _prepare(inputs: Inputs, starts: Tensor | None) -> _Chunks:
@@ -164,7 +165,9 @@ def gated_delta_rule_backward(
         state = state * c.kept[:, n] + c.q[:, n].mT @ out[:, n] - c.seen[:, n].mT @ to_written[:, n]
     following = torch.stack(to_next[::-1], 1)
     grads = _gradients(inputs, c, states, written, out, to_written, following)
-    dq, dk, dv, dg, dbeta = (_tokens(x, like) for x, like in zip(grads, (q, k, v, g, beta), strict=True))
+    dq, dk, dv, dg, dbeta = (
+        _tokens(x, like) for x, like in zip(grads, (q, k, v, g, beta), strict=True)
+    )
     return dq, dk, dv, dg, dbeta
 
 
@@ -198,7 +201,9 @@ def _gradients(
     grad_k = to_k * c.until + (to_within * c.pairs).mT @ q + to_keys * beta * c.since
     grad_k = (grad_k + (by_beta + by_beta.mT) @ k).sum(3, keepdim=True)
     similar = k @ k.mT
-    grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.since * k).sum(-1, keepdim=True)
+    grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.since * k).sum(
+        -1, keepdim=True
+    )
     grad_beta = grad_beta + (to_system * similar * c.pairs).sum(-1, keepdim=True)
 
     # The decay of a token acts on what passes it: from earlier tokens of the chunk to itself or
@@ -246,8 +251,9 @@ def document_starts(documents: Any, positions: Tensor) -> Tensor | None:
     """Return bool (B, T), True at the first token of a document; None: one document per sequence.
 
     Args:
-        documents: integers (B, T), equal within a document; None; or tables that `Backend.described`
-            or context parallelism made from them: then positions restart in each document.
+        documents: integers (B, T), equal within a document; None; or tables that
+            `Backend.described` or context parallelism made from them: then positions restart in
+            each document.
         positions: int64 (B or 1, T).
     """
     if documents is None:

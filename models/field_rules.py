@@ -108,8 +108,8 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
     for key in ("delta_key_dim", "delta_value_dim"):
         if not getattr(config, key):
             yield f"{key} = 0 {why} a width, such as 128"
-    if not config.delta_value_heads or config.delta_value_heads % heads:
-        yield f"delta_value_heads = {config.delta_value_heads} {why} a multiple, such as {2 * heads}"
+    if not (values := config.delta_value_heads) or values % heads:
+        yield f"delta_value_heads = {values} {why} a multiple, such as {2 * heads}"
     if not 0 < config.full_attention_every <= config.n_layers:
         yield (
             f"full_attention_every = {config.full_attention_every} {why} 2 to n_layers = "

@@ -117,7 +117,9 @@ def _gated_delta_net(config: DecoderConfig) -> int:
     heads = config.delta_value_heads
     values = heads * config.delta_value_dim
     projections = config.dim * (config.delta_channels + 2 * values + 2 * heads)
-    return projections + config.delta_channels * config.delta_conv + 2 * heads + config.delta_value_dim
+    return (
+        projections + config.delta_channels * config.delta_conv + 2 * heads + config.delta_value_dim
+    )
 
 
 def delta_flops(config: DecoderConfig) -> float:

@@ -134,7 +134,7 @@ _ROPE = KeyConverter(
 
 
 def _by_head(i: int) -> RowOrder:
-    """Return a RowOrder: queries (i = 0) or gates (i = 1), which alternate by head in one matrix."""
+    """Return a RowOrder: queries (i = 0) or gates (i = 1), which alternate by head."""
 
     def rows(config: DecoderConfig, n_rows: int) -> list[int]:
         size = config.head_size
@@ -144,7 +144,7 @@ def _by_head(i: int) -> RowOrder:
 
 
 def _by_key_head(config: DecoderConfig, n_rows: int) -> list[int]:
-    """Return the rows of queries, keys and values, ordered by key head, in [all q, all k, all v]."""
+    """Return the rows of queries, keys and values by key head, in [all q, all k, all v]."""
     groups, key = config.delta_key_heads, config.delta_key_dim
     value = config.delta_value_heads // groups * config.delta_value_dim
     keys = groups * key

@@ -52,7 +52,7 @@ def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def delta_cores(config: DecoderConfig) -> str:
-    """Return the pattern of the recurrent modules of gated delta nets; empty: the model has none."""
+    """Return the pattern of the recurrent modules of gated delta nets; empty: there are none."""
     return "blocks.*.delta.core" if config.delta_key_heads else ""
 
 

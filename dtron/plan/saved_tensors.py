@@ -138,7 +138,10 @@ def _attention(model: DecoderConfig) -> list[SavedTensor]:
         rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
     rows += [*_shared(model, "wv", kv), *_attended(model, q, read=not model.output_gate)]
     if model.output_gate:
-        rows += [SavedTensor("wg", q, "neurons", PRODUCT), SavedTensor("wg", q, "neurons", read=True)]
+        rows += [
+            SavedTensor("wg", q, "neurons", PRODUCT),
+            SavedTensor("wg", q, "neurons", read=True),
+        ]
     return rows
 
 

@@ -422,9 +422,7 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "parallel.cp_method model.override",
         lambda c: (
-            c.parallel.cp == 1
-            or not c.model.delta_key_heads
-            or len(c.parallel.cp_methods()) == 1
+            c.parallel.cp == 1 or not c.model.delta_key_heads or len(c.parallel.cp_methods()) == 1
         ),
         "parallel.cp_method has one entry per layer, but the model's gated delta nets have no "
         "method; give one for all layers",

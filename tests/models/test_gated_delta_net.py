@@ -37,15 +37,18 @@ def by_token(
     return torch.stack(outs, 1)
 
 
-def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(
+    length: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(length)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(B, length, *shape, dtype=torch.float64, generator=generator)
 
     g, beta = -drawn(G * R).abs(), drawn(G * R).sigmoid()
-    made = [drawn(G, K), F.normalize(drawn(G, K), dim=-1), drawn(G * R, V), g, beta]
-    return [x.to(dtype).requires_grad_() for x in made]
+    made = (drawn(G, K), F.normalize(drawn(G, K), dim=-1), drawn(G * R, V), g, beta)
+    q, k, v, g, beta = (x.to(dtype).requires_grad_() for x in made)
+    return q, k, v, g, beta
 
 
 def starts_at(length: int, *tokens: int) -> Tensor:
