@@ -82,7 +82,7 @@ class DeltaCore(nn.Module):
             a: (B, T, G, R), input of the decay.
             b: (B, T, G, R), input of beta.
             starts: bool (B, T), True at the first token of a document; None: one document.
-            order: unused here; see `DeltaContext` of `parallelisms/context/delta.py`.
+            order: unused here; see `parallelisms/context/recurrent.py`.
             shard: index of the heads among shards of G heads; None: `head_shard`.
         Returns:
             (B, T, G, R V).

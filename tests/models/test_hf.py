@@ -1,7 +1,6 @@
 """Models in Hugging Face's format: read, written, and refused where dtron's are others."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from dtron.models.config import DecoderConfig
 from dtron.models.hf import WeightName, differences
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import HFFamily, HFFolder
-from tests.models.build import initialized, small_config, tokens, varied
+from tests.models.build import delta_rule_by_token, initialized, small_config, tokens, varied
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -175,10 +174,7 @@ def test_logits_and_gradients_equal_those_of_transformers(
     tmp_path: Path, name: str, case: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = reference(name, settings)
-    if name == "qwen3_5":  # by chunks, transformers loses four digits of some gradients of decays
-        rules = sys.modules[type(theirs).__module__]
-        by_token = rules.torch_recurrent_gated_delta_rule
-        monkeypatch.setattr(rules, "torch_chunk_gated_delta_rule", by_token)
+    delta_rule_by_token(monkeypatch, theirs)
     theirs.save_pretrained(tmp_path / "hf")
     ours = from_hf(tmp_path / "hf", attention="math")
     x, direction = tokens(length=40), torch.randn(2, 40, 97)

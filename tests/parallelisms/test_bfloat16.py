@@ -27,7 +27,7 @@ ROWS: list[tuple[int, Keys, list[str]]] = [
     (2, {"pp": 2, "schedule": V}, ["deepseek_v3"]),
     (2, {"tp": 2}, ["llama", "mixtral", "deepseek_v3", "gpt_oss"]),
     (2, {"tp": 2, "sequence_parallel": False}, ["gpt"]),
-    (2, {"cp": 2, "cp_method": "ring"}, ["qwen3_moe"]),
+    (2, {"cp": 2, "cp_method": "ring"}, ["qwen3_moe", "qwen3_5"]),
     (2, {"cp": 2, "cp_method": "all_gather"}, ["qwen3"]),
     (2, EP2, ["mixtral", "gpt_oss"]),
     (2, {**EP2, **SYMMETRIC}, ["deepseek_v3"]),
