@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +150,10 @@ class HFFolder:
         self.path = path
         given = read_json(path / CONFIG)
         kind = str(given.get("model_type"))
+        outer = {f.hf.inside.model_type: f for f in families.values() if f.hf.inside is not None}
+        if kind in outer:
+            given = _language_model(given, path / CONFIG)
+            kind = outer[kind].hf.model_type
         if kind not in families:
             raise CheckpointError(
                 f"{path / CONFIG}: model_type = {kind!r} is not a model of dtron"
@@ -221,12 +226,23 @@ class HFFolder:
             with reading(file):
                 stored = StoredTensors(file)
                 keys = stored.keys() if listed is None else listed & stored.keys()
-                found |= {key: stored.get_slice(key) for key in keys}
+                names = {key: self._name(key) for key in keys}
+                found |= {name: stored.get_slice(key) for key, name in names.items() if name}
             if listed is not None and (absent := sorted(listed - keys)):
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} lists for it")
         if not any(key.startswith(self._hf.prefix) for key in found):  # model without a head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
+
+    def _name(self, key: str) -> str | None:
+        """Return a tensor's name in the language model; None: a tensor of another part."""
+        inside = self._hf.inside
+        if inside is None:
+            return key
+        if key.startswith(inside.others):
+            return None
+        language = key.startswith(inside.prefix)
+        return "model." + key.removeprefix(inside.prefix) if language else key
 
     def _without_absent(self, config: DecoderConfig) -> DecoderConfig:
         """Return the config, without MTP layers if the files have no weights of MTP layers.
@@ -312,6 +328,16 @@ class HFFolder:
             if not torch.equal(one[rows], other[rows]):
                 raise CheckpointError(f"{self.path}: {key} differs from {theirs}{reason}")
         return True
+
+
+def _language_model(given: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Return the config of a multimodal model's language model."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{where}: text_config, the language model's config, is missing")
+    log.info("%s: only the language model is read", where)
+    tied = given.get("tie_word_embeddings")
+    return dict(text) if tied is None else {**text, "tie_word_embeddings": tied}
 
 
 _HEAD = "lm_head.weight"

@@ -20,6 +20,7 @@ from dtron.models.hf import (
     LLAMA_NAMES,
     HuggingFace,
     KeyConverter,
+    Multimodal,
     RowOrder,
     WeightName,
     llama_converters,
@@ -204,6 +205,7 @@ HF = HuggingFace(
     ),
     ignored_tensors=LLAMA_IGNORED_TENSORS,
     zero_centered=True,
+    inside=Multimodal("qwen3_5", "model.language_model.", ("model.visual.", "mtp.")),
 )
 
 QWEN3_5 = ModelSpec("qwen3_5", SIZES, hf=HF)

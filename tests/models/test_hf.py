@@ -194,6 +194,21 @@ def test_logits_and_gradients_equal_those_of_transformers(
         assert (written[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
 
 
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
+    """As released: the config inside, tensors of vision and of a second token besides."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(text_config=SHAPES["qwen3_5"], vision_config=vision)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2)}, file)
+    ours = from_hf(tmp_path / "hf", attention="math")
+    x = tokens(length=40)
+    torch.testing.assert_close(ours(x), theirs(input_ids=x).logits, rtol=1e-4, atol=1e-5)
+    assert ours.config.tied == config.tie_word_embeddings  # type: ignore[union-attr]
+
+
 def folder_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's files."""
     return {key: t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
