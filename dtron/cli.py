@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -61,9 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> None:
+    gc.disable()  # a third of the time of the imports
     from dtron.plan.automatic import at_start
     from dtron.training.trainer import Trainer  # imports torch
 
+    gc.enable()
     trainer = Trainer(config, at_start)
     config = trainer.config
     try:

@@ -36,6 +36,12 @@ FULL_FILES = (
 """Files under tests/ of which no test is in the default run."""
 NONE = "(?!)"  # matches nothing
 KEPT: dict[str, dict[str, str]] = {
+    "bench/test_bare.py": {
+        "test_it_trains": "none",
+    },
+    "bench/test_baseline.py": {
+        "test_a_run_is_compared_with_its_baseline": NONE,
+    },
     "bench/test_frameworks.py": {
         "test_a_pair_is_run_and_compared": NONE,
     },
@@ -98,6 +104,9 @@ KEPT: dict[str, dict[str, str]] = {
     },
     "checkpoints/test_best.py": {
         "test_the_best_checkpoint_is_kept_and_training_stops_early": "async",
+    },
+    "run/test_start.py": {
+        "test_a_second_start_compiles_nothing": NONE,
     },
     "run/test_trackers.py": {  # wandb and mlflow are not in the extra `test`
         "test_weights_and_biases_offline": NONE,

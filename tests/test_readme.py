@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtron.bench.command import bench_parser
-from dtron.bench.kernels import kernels_parser
+from dtron.bench.kernels.command import kernels_parser
 from dtron.bench.lr_range.command import lr_parser
 from dtron.bench.run import Options, bench_config
 from dtron.bench.sweep import points
@@ -79,6 +79,9 @@ def test_bench_commands_are_accepted(page: Path) -> None:
             lr_parser().parse_args(words[1:])
             continue
         given = bench_parser().parse_args(words)
+        if given.baseline:
+            assert given.config is None
+            continue
         options = Options(ranks=given.nproc_per_node or 1)
         for point in points(given.axes):
             config, _ = bench_config(ROOT / given.config, point.overrides, options, ROOT)

@@ -9,13 +9,21 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dtron.bench import kernels, report
+from dtron.bench import report
+from dtron.bench.baseline import (
+    Baseline,
+    Comparison,
+    comparison_table,
+    measured_row,
+    why_not_here,
+)
 from dtron.bench.breakdown import Breakdown, breakdown_table, ceiling, notes, read_breakdown
 from dtron.bench.frameworks import (
     LOG_STEPS,
@@ -25,6 +33,7 @@ from dtron.bench.frameworks import (
     require,
     run_peer,
 )
+from dtron.bench.kernels.command import main as kernels
 from dtron.bench.lr_range import command as lr_range
 from dtron.bench.run import (
     NEVER,
@@ -45,19 +54,26 @@ _PROFILED = 3  # steps; on GPUs the first step is not counted (trace.py)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `dtron bench`; return the exit status: 0 if any point has figures.
+    """Run `dtron bench`; return the exit status.
+
+    It is 0 if any point has figures; with --baseline, if every row that can run here has figures
+    and none is slower.
 
     Raises:
         ConfigError: an argument is invalid, or torchrun started this process.
     """
     _refuse_torchrun()
     if arguments and arguments[0] == "kernels":
-        return kernels.main(arguments[1:])
+        return kernels(arguments[1:])
     if arguments and arguments[0] == "lr":
         return lr_range.main(arguments[1:], lambda: new_folder(Path("runs/bench")))
     given = bench_parser().parse_intermixed_args(arguments)
     console = report.bench_console()
     options = _options(given)
+    if given.baseline:
+        return _compare(given, console)
+    if given.config is None:
+        raise ConfigError("dtron bench needs CONFIG, a run's TOML file, or --baseline FILE")
     sweep = points(given.axes)
     if not given.config.exists():
         raise ConfigError(f"{given.config}: no such file; dtron bench takes a config's TOML file")
@@ -82,7 +98,63 @@ def main(arguments: Sequence[str]) -> int:
     if given.against:
         print_comparisons(console, outcomes)
     console.print(f"written: {out / 'bench.json'}", markup=False, soft_wrap=True)
+    if given.write_baseline:
+        _write_baseline(given, sweep, outcomes, options)
+        console.print(f"written: {given.write_baseline}", markup=False, soft_wrap=True)
     return 0 if any(found for _, found, _ in rows) else 1
+
+
+def _write_baseline(
+    given: argparse.Namespace,
+    sweep: Sequence[SweepPoint],
+    outcomes: Sequence[Outcome],
+    options: Options,
+) -> None:
+    """Add each point with figures to the baseline's file."""
+    before = Baseline.read(given.write_baseline) if given.write_baseline.exists() else Baseline()
+    measured = []
+    for point in sweep:
+        good = [each for each in outcomes if each.label == point.label and each.times]
+        if (found := report.figures(good, options)) is not None:
+            device, settings = good[0].times["devices"][0], dict(point.settings)
+            measured.append(measured_row(given.config, settings, options, found, device))
+    before.updated(measured).write(given.write_baseline)
+
+
+def _compare(given: argparse.Namespace, console: Console) -> int:
+    """Run the rows of a baseline that this machine can run; return the exit status.
+
+    Raises:
+        ConfigError: an argument is invalid, the file is no baseline, or no row can run here.
+    """
+    if given.config is not None or given.write_baseline or given.against or given.breakdown:
+        raise ConfigError(
+            f"--baseline {given.baseline} runs the commands of its rows; leave out CONFIG, axes, "
+            "--write-baseline, --against and --breakdown"
+        )
+    out = Path(given.out) if given.out else new_folder(Path("runs/bench"))
+    compared: list[Comparison] = []
+    for number, row in enumerate(Baseline.read(given.baseline).rows):
+        own = bench_parser().parse_intermixed_args(row.words)
+        options, sweep = replace(_options(own), profile_steps=0), points(own.axes)
+        if len(sweep) != 1:
+            raise ConfigError(f"--baseline {given.baseline}: {row.command!r} has several points")
+        if why := why_not_here(row, options.ranks):
+            console.print(f"not compared: {row.name}: {why}", markup=False, soft_wrap=True)
+            continue
+        console.print(f"{row.name}:", markup=False, soft_wrap=True)
+        folder = out / f"row-{number:02}"
+        outcomes = list(run_all(own.config, sweep, options, given.repeat, folder, console))
+        for text in dict.fromkeys(each.reason for each in outcomes if each.order >= 0):
+            console.print(text, markup=False, soft_wrap=True)
+        compared.append(Comparison(row, report.figures(outcomes, options)))
+    if not compared:
+        raise ConfigError(
+            f"--baseline {given.baseline}: no row was measured on such a machine; record one with "
+            f"dtron bench CONFIG --write-baseline {given.baseline}"
+        )
+    console.print(comparison_table(compared, given.tolerance))
+    return 0 if all(each.verdict(given.tolerance) == "ok" for each in compared) else 1
 
 
 def _refuse_torchrun() -> None:
@@ -288,7 +360,7 @@ def bench_parser() -> argparse.ArgumentParser:
         "`dtron bench kernels` measures single kernels; `dtron bench lr` is a learning-rate range "
         "test.",
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a run's TOML file")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a run's TOML file")
     parser.add_argument(
         "axes",
         nargs="*",
@@ -306,5 +378,8 @@ def bench_parser() -> argparse.ArgumentParser:
     add("--breakdown", action="store_true", help="show the step time by class, and a lower bound")
     add("--against", choices=[PEER], help="after each run, run this framework on equal work")
     add("--peer-args", default="", metavar="ARGS", help="extra arguments for the peer, in quotes")
+    add("--baseline", type=Path, metavar="FILE", help="run a baseline's rows, and mark slower ones")
+    add("--tolerance", type=float, default=0.03, metavar="X", help="slower by X is ok (0.03)")
+    add("--write-baseline", type=Path, metavar="FILE", help="add the points to a baseline")
     add("--out", metavar="DIR", help="folder of logs and bench.json (default: runs/bench/TIME)")
     return parser

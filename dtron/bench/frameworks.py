@@ -129,6 +129,7 @@ _TITAN_LACKS = (
     "float8.recipe",
     "lora.rank",
     "compile.backend",
+    "compile.cache_dir",
 )
 _TITAN_DEGREES = {
     "dp_replicate": "data_parallel_replicate_degree",

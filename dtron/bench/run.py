@@ -141,6 +141,8 @@ def bench_config(
     forced = {key: default for key, default, _ in fields(RunConfig) if key in _IDLE} | FORCED
     forced |= {"run.dir": str(run_dir), "train.steps": before + options.profile_steps}
     forced["metrics.log_interval"] = options.log_interval
+    if options.fresh_cache:
+        forced["compile.cache_dir"] = ""  # `_cache` sets the folder in the environment
     if options.profile_steps:
         forced["metrics.profile_start"] = before + 1
         forced["metrics.profile_steps"] = options.profile_steps

@@ -454,6 +454,10 @@ class Compile(Section):
     """Compile every block and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor`, or `aot_eager` to check graph capture without generating code."""
+    cache_dir: LocalPath = ""
+    """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
+    container, and which only you can write to, since its files are executed. Empty: torch's own,
+    TORCHINDUCTOR_CACHE_DIR or a folder of the user in /tmp."""
 
 
 class Float8(Section):

@@ -210,7 +210,8 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
     Rule("lora.alpha lora.rank_stabilized lora.modules lora.initial", needs="lora.rank"),
     Rule("lora.initial", needs="checkpoint.initial: the weights to which the adapter belongs"),
-    Rule("compile.backend", needs="compile.enable = true"),
+    Rule("compile.backend compile.cache_dir", needs="compile.enable = true"),
+    Rule("compile.cache_dir", needs='compile.backend = "inductor"'),
     Rule("checkpoint.keep_every", needs="checkpoint.keep"),
     Rule("checkpoint.fast_interval checkpoint.fast_keep", needs="checkpoint.fast_dir"),
     Rule(

@@ -8,6 +8,7 @@ The kernel is the first row of BACKENDS that supports the call on this device: F
 cuDNN, FlashAttention-2, or torch's scaled_dot_product_attention.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -60,13 +61,45 @@ def mask(
     Raises:
         ConfigError: padding before tokens. Padding after them is seen by no token.
     """
-    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+    if attention_mask is not None and _has_padding_before_tokens(attention_mask):
         raise ConfigError(
             'attn_implementation = "dtron": attention_mask has padding before tokens; pad on the '
             'right (tokenizer.padding_side = "right"), or use attn_implementation = "sdpa"'
         )
     window = local_size if local_size is not None and local_size < kv_length else 0
     return torch.empty(int(not allow_is_causal_skip), window, 0, 0, dtype=torch.bool, device=device)
+
+
+def _has_padding_before_tokens(attention_mask: Tensor) -> bool:
+    """Whether a token (B, T) is True after one that is False. On a GPU the host waits for this."""
+    if not attention_mask.stride(1):  # all tokens of a sequence are one element
+        return False
+    return bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any())
+
+
+def pass_empty_mask(model: Any) -> None:
+    """Let the model's forward not look for packed sequences in its own positions, in place.
+
+    Without attention_mask and position_ids, transformers compares positions that it has just made,
+    and the host waits for the result in each forward. A mask without padding avoids that: a hook
+    passes one of True (B, T) that is one element in memory, which `mask` need not read either.
+    """
+    forward = inspect.signature(model.forward)
+    if "attention_mask" not in forward.parameters:
+        return
+
+    def fill(_: nn.Module, args: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        given = {**forward.bind_partial(*args).arguments, **values}
+        names = ("attention_mask", "position_ids", "past_key_values")
+        tokens = given.get("input_ids")
+        if tokens is None or any(given.get(name) is not None for name in names):
+            return None
+        if len(args) > list(forward.parameters).index("attention_mask"):
+            return None  # None was passed by position
+        one = torch.ones((), dtype=torch.bool, device=tokens.device)
+        return args, {**values, "attention_mask": one.expand(tokens.shape)}
+
+    model.register_forward_pre_hook(fill, with_kwargs=True)
 
 
 def attention(

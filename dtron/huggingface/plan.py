@@ -12,7 +12,7 @@ from dtron.errors import ConfigError, nearest
 from dtron.float8 import RECIPES, convert, layer_names
 from dtron.float8.convert import Choice
 from dtron.float8.products import why_emulated
-from dtron.huggingface.attention import NAME
+from dtron.huggingface.attention import NAME, pass_empty_mask
 from dtron.huggingface.loss import give_labels_to_head
 from dtron.parallelisms import (
     Mesh,
@@ -58,8 +58,9 @@ def fast_plan(
         model = parallelize(model, mesh, fast_plan(model, mesh))
         loss = model(tokens, labels=tokens, use_cache=False).loss
 
-    Its blocks are FSDP units and compiled; the model's tp plan gives the placements; and head and
-    loss are computed in chunks, so that `loss` is all that a call with labels computes.
+    Embedding, blocks and head are FSDP units; blocks are compiled; the model's tp plan gives the
+    placements; and head and loss are computed in chunks, so that `loss` is all that a call with
+    labels computes. A forward without attention_mask and position_ids makes no host wait.
 
     Args:
         model: a PreTrainedModel, unsharded.
@@ -75,7 +76,9 @@ def fast_plan(
     """
     _check_attention(model)
     passes = list[Callable[[nn.Module], None]]()
-    plan = ParallelPlan(units=fields.get("units") or _blocks(model), compile=compile)
+    if model.config._attn_implementation == NAME:
+        passes.append(pass_empty_mask)
+    plan = ParallelPlan(units=fields.get("units") or _units(model), compile=compile)
     if mesh.size("tp") > 1:
         plan = replace(plan, placements=fields.get("placements") or placements(model))
     if loss_chunks > 1:
@@ -144,6 +147,20 @@ def _uncovered(model: nn.Module, patterns: Any) -> tuple[str, ...]:
         if next(module.parameters(recurse=False), None) is not None:
             found[pattern] = None
     return tuple(found)
+
+
+def _units(model: Any) -> list[str]:
+    """Return patterns of the FSDP units: embedding, blocks and head.
+
+    The head's weight is then gathered while the last block computes, and its gradient reduced while
+    the blocks' backward runs. A weight that both share is in the root unit.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    blocks = _blocks(model)
+    if embedding is None or head is None or embedding.weight is head.weight:
+        return [blocks]
+    names = {module: name for name, module in model.named_modules()}
+    return [names[embedding], blocks, names[head]]
 
 
 def _blocks(model: nn.Module) -> str:

@@ -210,14 +210,15 @@ def loss_tensors(run: Resolved) -> list[int]:
     A compiled loss holds the logits of each prediction and their gradient. An eager loss holds 12
     bytes per logit of one prediction (softmax and two gradients in float32); with MTP also the
     logits and softmax of all predictions. A chunked loss holds these tensors for one chunk of one
-    prediction and, until the backward, the gradients of the head's weight and of the hidden states.
+    prediction, where the gradient overwrites the logits, and, until the backward, the gradients of
+    the head's weight and of the hidden states.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
     chunks, predictions = run.config.train.loss_chunks, 1 + run.model.mtp
     each = -(-run.tokens // chunks) * vocabulary
     several = run.model.mtp if chunks == 1 else 0
     waiting = several * (4 + run.element) + (run.element if several else 0)
-    found = [run.element * each] * (2 * (1 + several))
+    found = [run.element * each] * (1 if chunks > 1 else 2 * (1 + several))
     if not run.config.compile.enable:
         found = [(12 + waiting) * each]
     if chunks > 1:

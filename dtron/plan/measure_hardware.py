@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dtron.bench.kernel_cases import PROBLEMS
+from dtron.bench.kernels.problems import PROBLEMS
 from dtron.bench.measure import copy_rate, host_link_rate, launch_seconds, seconds
 from dtron.bench.roofline import StepMatmul, matmul_seconds
 from dtron.config.schema import MAX_RANKS

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtron.bench.kernel_cases import PROBLEMS
+from dtron.bench.kernels.problems import PROBLEMS
 from dtron.bench.measure import seconds
 from dtron.errors import TrainingError
 from dtron.kernels.grouped import grouped_gradient, grouped_matmul

@@ -29,6 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dtron.errors import NoProgressError, cause_of, first_failure
 from dtron.io.filesystem import write_atomically
 from dtron.io.untrusted import MB, parse, read_text
+from dtron.kernels.torch_internals import compile_cache
 from dtron.run.process import Place
 
 log = logging.getLogger("dtron")
@@ -41,7 +42,8 @@ _PHASES = (
     ("ended", "restart", "until the restart"),
     ("launched", "import", "imports"),
     ("entered", "rendezvous", "rendezvous"),
-    ("met", "model", "data and model"),
+    ("met", "data", "data"),
+    ("prepared", "model", "model"),
     ("built", "checkpoint", "checkpoint"),
     ("loaded", "first_step", "first step, with compilation"),
     ("stepped", "", ""),
@@ -158,20 +160,24 @@ class Attempts:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    def recovered(self) -> dict[str, float]:
-        """After the first step: log the time of each phase of the recovery; return metrics.
+    def stepped(self) -> dict[str, float]:
+        """After the first step, log the time of each phase of the start; return metrics.
 
-        Return an empty dict on ranks other than 0, and if the previous attempt ended without
-        an error.
+        The metrics are those of a recovery: an empty dict after later steps, on ranks other than 0,
+        and if the previous attempt ended without an error.
         """
-        self.mark("stepped")
-        if not self._cause:
+        if "stepped" in self._times:
             return {}
+        self.mark("stepped")
         phases = seconds_of(self._times)
         labels = {name: label for _, name, label in _PHASES}
         listed = ", ".join(f"{seconds:.1f} s {labels[name]}" for name, seconds in phases.items())
-        log.info("recovered in %.1f s: %s", sum(phases.values()), listed)
-        self._cause = ""
+        what, cached = "recovered" if self._cause else "first step", compile_cache()
+        if sum(cached.values()):
+            listed += f" ({cached['misses']} graphs compiled, {cached['hits']} from the cache)"
+        log.info("%s in %.1f s: %s", what, sum(phases.values()), listed)
+        if not self._cause:
+            return {}
         each = {f"recovery_{name}_seconds": seconds for name, seconds in phases.items()}
         return {"recovery_seconds": sum(phases.values()), **each}
 

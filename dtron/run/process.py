@@ -220,6 +220,30 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout_seconds: int) -> N
         group.set_timeout(datetime.timedelta(seconds=timeout_seconds))
 
 
+def use_compile_cache(folder: str) -> None:
+    """Keep what torch.compile makes in `folder`, so that later starts find it; empty: do nothing.
+
+    Ranks share the folder. A graph holds the index of its GPU, so that each rank of a host compiles
+    its own graphs, all at the same time; ranks with one index on several hosts share them, and all
+    ranks share Triton's kernels. Call it before the first compilation.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    if not folder:
+        return
+    path = Path(os.path.abspath(os.path.expanduser(folder)))
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(
+            f"compile.cache_dir = {shorten(folder)!r} cannot be written: "
+            f"{error.strerror or error}; use another folder, or leave it out"
+        ) from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
+    os.environ["TRITON_CACHE_DIR"] = str(path / "triton")  # torch's default is one for each GPU
+
+
 def check_writable(path: Path) -> None:
     """Write a test file to a directory and remove it. Raises OSError: that fails.
 

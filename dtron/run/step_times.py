@@ -61,7 +61,7 @@ class StepTimes:
         own = {
             "begun_at": self.begun_at,
             "attended": self._attended,
-            "devices": _device_name(self.device),
+            "devices": device_name(self.device),
             "seconds": self.seconds(),
             "memory_gib": self._memory,
             "compile_cache": compile_cache(),
@@ -93,5 +93,6 @@ def _between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) ->
     return first.elapsed_time(last) / 1e3  # type: ignore[union-attr, arg-type]
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU from torch, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -14,7 +14,10 @@ chunk's loss and the gradient of its logits, and from this gradient those of the
 (N, D) and of the weight (V, D). Then the memory of the logits is free for the next chunk:
 
     all logits at once    N V elements, several times: logits, softmax, gradient
-    in n chunks           N V / n, several times, and the weight's gradient V D until the backward
+    in n chunks           N V / n, and the weight's gradient V D until the backward
+
+Matmuls of a vocabulary of odd size, such as the 50,257 tokens of GPT-2, are slow on GPUs. So the
+chunks are computed with rows of zeros below the weight, up to a multiple of 64.
 
 With multi-token prediction, the losses of all predictions share one weight gradient. The weight of
 each prediction in the objective is known before its loss, so that the gradient of each chunk is
@@ -39,6 +42,8 @@ from dtron.config import Compile
 from dtron.parallelisms.functional_collectives import all_reduce, wait_tensor
 
 IGNORE = -100
+EVEN = 64
+"""A size of which matmuls with a multiple are fast on all GPUs."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class ChunkedLoss:
             losses = hidden.new_empty(len(labels), dtype=_at_least_float32(hidden.dtype))
             for _, part in _chunks(len(labels), predictions, size):
                 logits = F.linear(hidden[part], weight)
-                losses[part] = self.per_chunk(logits, labels[part], None, False)[0]
+                losses[part] = self.per_chunk(logits, labels[part], None, False)
             objective = _objective(losses, weights)
         return objective, losses.view(shape).sum(1)
 
@@ -161,8 +166,8 @@ class _PerChunk(Protocol):
 
     def __call__(
         self, logits: Tensor, labels: Tensor, factor: Tensor | None, gradient: bool, /
-    ) -> tuple[Tensor, Tensor]:
-        """Return the result of `_loss_of_chunk` for this vocabulary."""
+    ) -> Tensor:
+        """Do what `_loss_of_chunk` does, for this vocabulary."""
         ...
 
 
@@ -172,21 +177,19 @@ def _loss_of_chunk(
     factor: Tensor | None,
     gradient: bool,
     vocabulary: VocabularyShard | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the losses of the tokens of logits (n, V / tp).
+) -> Tensor:
+    """Compute the losses (n,) of the tokens of logits (n, V / tp).
 
     Args:
         factor: factor of the gradient; None: 1.
-        gradient: whether to compute the gradient.
-    Returns:
-        (losses (n,), gradient of the logits times `factor`); without gradient: (losses, logits).
+        gradient: overwrite the logits with their gradient, times `factor`.
     """
     losses, top, total = _token_losses(logits, labels, vocabulary)
-    if not gradient:
-        return losses, logits
-    token_grads = (labels != IGNORE).to(losses.dtype)
-    token_grads = token_grads if factor is None else token_grads * factor
-    return losses, _logits_gradient(logits, labels, top, total, token_grads, vocabulary)
+    if gradient:
+        token_grads = (labels != IGNORE).to(losses.dtype)
+        token_grads = token_grads if factor is None else token_grads * factor
+        logits.copy_(_logits_gradient(logits, labels, top, total, token_grads, vocabulary))
+    return losses
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -209,17 +212,19 @@ class _HeadLoss(torch.autograd.Function):
         predictions = 1 if weights is None else len(weights)
         losses = hidden.new_empty(len(hidden), dtype=_at_least_float32(hidden.dtype))
         grad_hidden = torch.empty_like(hidden) if by_hidden else None
+        columns, dtype = len(weight), weight.dtype
+        weight = F.pad(weight, (0, 0, 0, -columns % EVEN)) if columns % EVEN else weight
         grad_weight = None
         if by_weight:
-            grad_weight = torch.zeros_like(weight, dtype=_at_least_float32(weight.dtype))
+            grad_weight = torch.zeros_like(weight, dtype=_at_least_float32(dtype))
         for k, part in _chunks(len(hidden), predictions, size):
             factor = None if weights is None else weights[k]
             into = None if grad_hidden is None else grad_hidden[part]
             x, y = hidden[part], labels[part]
-            losses[part] = _add_chunk(x, weight, y, factor, per_chunk, into, grad_weight)
+            losses[part] = _add_chunk(x, weight, columns, y, factor, per_chunk, into, grad_weight)
         ctx.gradients = (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_weight is None else grad_weight[:columns].to(dtype),
         )
         ctx.mark_non_differentiable(losses)
         return _objective(losses, weights), losses
@@ -240,6 +245,7 @@ class _HeadLoss(torch.autograd.Function):
 def _add_chunk(
     x: Tensor,
     weight: Tensor,
+    columns: int,
     labels: Tensor,
     factor: Tensor | None,
     per_chunk: _PerChunk,
@@ -250,12 +256,14 @@ def _add_chunk(
 
     Args:
         x: (n, D).
-        weight: (V / tp, D).
+        weight: (V / tp and further rows of zeros, D).
+        columns: V / tp.
         factor: factor of this chunk's gradients; None: 1.
         grad_x: (n, D), is overwritten with the gradient; None: not needed.
-        grad_weight: (V / tp, D), the gradient is added to it; None: not needed.
+        grad_weight: as weight, the gradient is added to it; None: not needed.
     """
-    losses, grad = per_chunk(F.linear(x, weight), labels, factor, True)
+    grad = F.linear(x, weight)  # logits at first; further columns are zeros, as is their gradient
+    losses = per_chunk(grad[:, :columns], labels, factor, True)
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
     if grad_weight is not None and grad_weight.dtype == grad.dtype:
@@ -279,7 +287,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, labels, top, total = ctx.saved_tensors
         token_grads = torch.where(labels == IGNORE, 0.0, grad)
-        return _logits_gradient(logits, labels, top, total, token_grads, ctx.vocabulary), None, None
+        grad = _logits_gradient(logits, labels, top, total, token_grads, ctx.vocabulary)
+        return grad.to(logits.dtype), None, None
 
 
 def _token_losses(
@@ -306,7 +315,7 @@ def _logits_gradient(
     token_grads: Tensor,
     vocabulary: VocabularyShard | None,
 ) -> Tensor:
-    """Compute the gradient of the logits, in their shape and dtype.
+    """Compute the gradient of the logits, in their shape and in float32 at least.
 
     Args:
         top, total: results of `_token_losses`.
@@ -315,7 +324,7 @@ def _logits_gradient(
     # The difference is a new tensor; later operations are in place, to save memory.
     gradient = (_masked(logits, vocabulary) - top.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
     gradient.sub_(_is_label(gradient, labels, vocabulary).to(gradient.dtype))
-    return gradient.mul_(token_grads.unsqueeze(1)).to(logits.dtype)
+    return gradient.mul_(token_grads.unsqueeze(1))
 
 
 def _over_ranks(

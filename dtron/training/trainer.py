@@ -50,6 +50,7 @@ from dtron.run.process import (
     seed_everything,
     set_timeouts,
     set_up_logging,
+    use_compile_cache,
     warn_of_shared_store,
 )
 from dtron.run.profiler import ProfileWindow, phase
@@ -149,7 +150,9 @@ class Trainer:
             log.info("%s", line)
         self.lock = RunLock(self.rundir.path, self.rendezvous, config.run.wait_seconds)
         try:
+            use_compile_cache(config.compile.cache_dir)
             found = preflight(config, self.place, self.rendezvous)
+            self.attempts.mark("prepared")
             self.model_setup, self.data_setup, self.resume, self.config = found
             config = self.config  # with the steps of `train.epochs`
             metadata = self.resume.metadata
@@ -431,7 +434,7 @@ class Trainer:
         with phase("step"), self.guards.sampling(number):
             result, lr, attended = self._next_update()
         self.step = number
-        self.step_log.recovery |= self.attempts.recovered()
+        self.step_log.recovery |= self.attempts.stepped()
         if self.times is not None:
             self.times.mark(attended)
         step_tokens = config.train.global_batch * config.train.seq_len

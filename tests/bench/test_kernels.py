@@ -9,7 +9,9 @@ import torch
 
 import dtron.kernels
 from dtron.bench.command import main
-from dtron.bench.kernels import PROBLEMS, DeviceLimit, KernelRow, time_problem
+from dtron.bench.kernels.command import DeviceLimit, time_problem
+from dtron.bench.kernels.problem import KernelRow
+from dtron.bench.kernels.problems import PROBLEMS
 from dtron.bench.measure import seconds
 from dtron.errors import ConfigError
 from dtron.kernels.attention import KERNELS

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtron.bench.frameworks import Comparison, comparison_table
-from dtron.bench.kernels import Timing, timings_table
+from dtron.bench.kernels.command import Timing, timings_table
 from dtron.bench.report import WIDTH, RunFigures, figures, loaded_nccl, percentile, tables
 from dtron.bench.run import Options, Outcome
 from dtron.config import RunConfig

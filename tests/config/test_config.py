@@ -197,6 +197,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("data.source=hf", "data.hf_path"),
         ("schedule.decay=0.5", "schedule.decay = 0.5 has no effect"),
         ("compile.backend=aot_eager", "compile.enable"),
+        ("compile.cache_dir=x", "compile.enable"),
         ("data.hf_name=x", "data.source"),
         ("train.sample_prompt=x", "train.sample_tokens"),
     ],
@@ -206,6 +207,13 @@ def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str)
     with pytest.raises(ConfigError) as error:
         resolve(config, 2)
     assert message in str(error.value)
+
+
+def test_only_inductor_has_a_folder_of_graphs(tmp_path: Path) -> None:
+    words = ["train.micro_batch=2", "train.global_batch=8", "compile.cache_dir=x"]
+    words += ["compile.enable=true", "compile.backend=aot_eager"]
+    with pytest.raises(ConfigError, match=r"compile.cache_dir = 'x' has no effect without .*induc"):
+        resolve(load(tmp_path, "", *words), 2)
 
 
 @pytest.mark.parametrize("key", ["data.text_key=body", "data.max_document_mb=1"])

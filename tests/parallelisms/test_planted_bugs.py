@@ -174,9 +174,9 @@ def chunks_of_predictions_unweighted() -> None:
     """Each prediction's chunks have the first one's weight in the objective."""
     add = loss._add_chunk
 
-    def first(x: Tensor, weight: Tensor, labels: Tensor, factor: Any, *others: Any) -> Tensor:
+    def first(x: Tensor, weight: Tensor, n: int, y: Tensor, factor: Any, *others: Any) -> Tensor:
         first.factor = factor if first.factor is None else first.factor  # type: ignore[attr-defined]
-        return add(x, weight, labels, first.factor, *others)  # type: ignore[attr-defined]
+        return add(x, weight, n, y, first.factor, *others)  # type: ignore[attr-defined]
 
     first.factor = None  # type: ignore[attr-defined]
     loss._add_chunk = first

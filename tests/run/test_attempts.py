@@ -153,8 +153,11 @@ def test_an_attempt_that_ends_in_order_is_no_restart(
 ) -> None:
     attempt(tmp_path, 0, step=0).finish()
     with caplog.at_level(logging.INFO, "dtron"):
-        assert attempt(tmp_path, 1, step=0).recovered() == {}
-    assert not caplog.messages
+        second = attempt(tmp_path, 1, step=0)
+        assert second.stepped() == {}
+        assert second.stepped() == {}  # of later steps nothing is logged
+    (line,) = caplog.messages
+    assert line.startswith("first step in ")
 
 
 def test_a_restart_logs_cause_and_parts(
@@ -170,17 +173,18 @@ def test_a_restart_logs_cause_and_parts(
         other.record_end(LOST_PEER)
     with caplog.at_level(logging.INFO, "dtron"):
         second = attempt(tmp_path, 1, step=4)
+        second.mark("prepared")
         second.mark("built")
         second.mark("loaded")
-        found = second.recovered()
+        found = second.stepped()
     assert caplog.messages[0] == "restart 1 of 10: rank 2 on host b was killed"
     assert "until all ranks ended" in caplog.messages[1]
     total = found.pop("recovery_seconds")
     assert 0 <= total < 600
-    parts = ["stop", "restart", "import", "rendezvous", "model", "checkpoint", "first_step"]
+    parts = ["stop", "restart", "import", "rendezvous", "data", "model", "checkpoint", "first_step"]
     assert list(found) == [f"recovery_{part}_seconds" for part in parts]
     assert sum(found.values()) == pytest.approx(total)
-    assert second.recovered() == {}
+    assert second.stepped() == {}
 
 
 def test_a_signal_while_an_error_is_explained_leaves_its_cause(
@@ -235,13 +239,14 @@ def test_a_fault_is_not_replaced_by_what_follows_from_it(tmp_path: Path) -> None
 
 
 def test_parts_of_a_recovery() -> None:
-    moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5}
+    moments = {"ended": 3.0, "launched": 5.0, "entered": 9.0, "met": 8.5, "prepared": 10.5}
     moments |= {"built": 12.5, "loaded": 13.0, "stepped": 20.0}
     assert seconds_of(moments) == {
         "restart": 2.0,
         "import": 4.0,
         "rendezvous": 0.0,
-        "model": 4.0,
+        "data": 2.0,
+        "model": 2.0,
         "checkpoint": 0.5,
         "first_step": 7.0,
     }

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtron.config import Compile, Parallel
 from dtron.parallelisms import Mesh
-from dtron.training.loss import ChunkedLoss, VocabularyShard, sequence_losses
+from dtron.training.loss import EVEN, ChunkedLoss, VocabularyShard, sequence_losses
 from dtron.training.optim import build_optimizer
 from dtron.training.step import TrainStep, evaluate
 from tests.harness import run_ranks
@@ -219,7 +219,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_of_tokens_times_vocabulary() -> None:
-    tokens, width, vocabulary, chunks = 64, 8, 96, 8
+    tokens, width, vocabulary, chunks = 64, 8, 128, 8
     hidden, weight = torch.randn(1, tokens, width), torch.randn(vocabulary, width)
     labels = torch.randint(vocabulary, (1, tokens))
 
@@ -232,6 +232,25 @@ def test_no_tensor_of_tokens_times_vocabulary() -> None:
 
     assert largest(lambda h, w, y: sequence_losses(F.linear(h, w), y).sum()) == tokens * vocabulary
     assert largest(ChunkedLoss(chunks)) == max(tokens // chunks, width) * vocabulary
+
+
+def test_an_odd_vocabulary_has_matmuls_of_even_size() -> None:
+    """The loss and gradients of odd sizes are those of the other tests, where V is odd."""
+    seen = []
+
+    class Matmuls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "mm" in str(func):
+                seen.extend(x.shape for x in args if isinstance(x, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight = torch.randn(1, 8, 64), torch.randn(2 * EVEN + 1, 64)
+    with Matmuls():
+        gradients(ChunkedLoss(1), hidden, weight, torch.randint(2 * EVEN, (1, 8)))
+    assert len(seen) >= 6
+    assert {n % EVEN for shape in seen for n in shape} <= {0, 8}
 
 
 def largest_of_step(case: Case) -> int:

@@ -30,7 +30,7 @@ BLOCK = 256
 """Elements with one scale."""
 _SMALL = 4096
 """Parameters with fewer elements have float32 moments, as in torchao and bitsandbytes."""
-_CHUNK = 2**22
+_CHUNK = 2**25
 """Elements that are updated at once; a multiple of BLOCK."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

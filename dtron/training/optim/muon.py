@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtron.kernels.adamw import Counts
-from dtron.parallelisms.gradients import flatten, local_part, unflatten_
+from dtron.kernels.muon import momentum_, move_
+from dtron.parallelisms.gradients import local_gradients, local_part
 from dtron.parallelisms.matrix_owners import Exchange, exchanges, on_owners
 from dtron.training.optim.adamw import AdamW
 
@@ -33,7 +34,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial, steepest at 0."""
 STEPS, EPS = 5, 1e-7
 LARGEST = 2**25
-"""Elements of a rank's shards that are updated at once, with about 30 bytes each; more take several
+"""Elements of a rank's shards that are updated at once, with about 12 bytes each; more take several
 batches."""
 
 
@@ -72,26 +73,20 @@ class Muon(AdamW):
     def _update_batch(
         self, members: list[Tensor], route: list[Exchange], lr: float, decay: float
     ) -> None:
-        """Update equal parameters, sharded alike, as one tensor (k, a, b)."""
-        buffers = [local_part(self._momentum(p)) for p in members]
+        """Update equal parameters, sharded alike; their updates are one tensor (k, a, b)."""
         parameters = [local_part(p) for p in members]
         *stacked, a, b = parameters[0].shape  # a shard may be empty
-        shape = (len(members) * math.prod(stacked), a, b)
-        factor = self._factor(members[0])
-        finite = factor.isfinite()  # if not, lr and the weight of g are 0: nothing changes
-        g = flatten([local_part(p.grad) for p in members])  # type: ignore[arg-type]
-        g = torch.where(finite, g * factor, 0.0)
-        m = flatten(buffers).to(g.dtype)
-        m.lerp_(g, (finite.double() * (1 - self.momentum)).to(g.dtype))
-        unflatten_(buffers, m.to(buffers[0].dtype))
         # float64 is for tests alone, which compare layouts to 1e-10
-        dtype = torch.float64 if g.dtype == torch.float64 else torch.bfloat16
-        u = g.lerp_(m, self.momentum).to(dtype).view(shape)
-        o = on_owners(u, route, newton_schulz).flatten().to(g.dtype)
-        p = flatten(parameters)
-        rate = finite.double() * lr
-        adjusted = rate * ADJUST[self.adjust_lr_fn](*members[0].shape[-2:])
-        unflatten_(parameters, p.mul_(1 - rate * decay).sub_(o.mul_(adjusted)))
+        wide = parameters[0].dtype == torch.float64
+        dtype = torch.float64 if wide else torch.bfloat16
+        u = parameters[0].new_empty(len(members), math.prod(stacked), a, b, dtype=dtype)
+        factor = self._factor(members[0])
+        for p, g, into in zip(members, local_gradients(members), u.unbind(), strict=True):
+            momentum_(g.contiguous(), local_part(self._momentum(p)), into, factor, self.momentum)
+        o = on_owners(u.flatten(0, 1), route, newton_schulz).contiguous().view_as(u)
+        step = lr * ADJUST[self.adjust_lr_fn](*members[0].shape[-2:])
+        for p, update in zip(parameters, o.unbind(), strict=True):
+            move_(p, update, factor, 1 - lr * decay, step)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

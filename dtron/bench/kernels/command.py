@@ -1,6 +1,6 @@
 """Benchmark single kernels: time, error and device limit of every kernel in dtron/kernels.
 
-A problem (kernel_cases.py) has a reference in plain PyTorch, kernels that compute the same, and the
+A problem (problem.py) has a reference in plain PyTorch, kernels that compute the same, and the
 minimum numbers of operations and bytes of each part, such as forward and backward. A kernel is
 compared with
 
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dtron.bench.kernel_cases import PROBLEMS, Figures, KernelRow, Problem, Shape, Tensors
+from dtron.bench.kernels.problem import Figures, KernelRow, Problem, Shape, Tensors
+from dtron.bench.kernels.problems import PROBLEMS
 from dtron.bench.measure import copy_rate, device_name, gemm_rate, seconds
 from dtron.bench.report import bench_console, share, versions
 from dtron.bench.run import one_line

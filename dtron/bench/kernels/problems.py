@@ -1,0 +1,17 @@
+"""The problems of `dtron bench kernels`, by name."""
+
+from dtron.bench.kernels import attention, experts, float8, updates
+from dtron.bench.kernels.problem import Problem
+
+PROBLEMS: dict[str, Problem] = {
+    "attention": attention.ATTENTION,
+    "adamw": updates.ADAMW,
+    "sums": updates.SUMS,
+    "float8 cast": float8.CAST,
+    "float8 gated": float8.GATED,
+    "permute": experts.PERMUTE,
+    "peers": experts.PEERS,
+    "float8 rows": float8.ROWS,
+    "float8 peers": experts.FLOAT8_PEERS,
+    "experts": experts.EXPERTS,
+}
