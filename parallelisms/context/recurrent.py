@@ -42,9 +42,12 @@ class RecurrentContext:
         Args:
             x, a, b: (B, t, G, .), of one dtype.
             starts: bool (B, t), True at the first token of a document; None: one document.
-            order: int64 (B, T), index of each token in its sequence, rank by rank.
+            order: int64 (B, T), index of each token in its sequence, rank by rank; None: that of
+                sequences that are one document each.
         """
-        assert order is not None, "a recurrent layer with cp > 1 needs the order of all tokens"
+        if order is None:
+            assert starts is None, "a recurrent layer with documents needs the order of all tokens"
+            order = order_of_whole_sequences(self.group.size(), x)
         n, flag = self.group.size(), () if starts is None else (starts,)
         marks = (s.view(*s.shape, 1, 1).expand(*x.shape[:3], 1).to(x.dtype) for s in flag)
         sent = torch.cat([x, a, b, *marks], dim=-1)
@@ -57,6 +60,19 @@ class RecurrentContext:
         starts = found[0][:, :, 0, 0] > 0 if found else None
         out = self.whole(x, a, b, starts, None, shard)
         return to_tokens(_Permuted.apply(out, order, place), self.group, n)
+
+
+def order_of_whole_sequences(n: int, x: Tensor) -> Tensor:
+    """Return the order, int64 (B, T), of n ranks with an early and a late chunk each.
+
+    Args:
+        x: (B, t, ...), a rank's tokens.
+    """
+    half = x.shape[1] // 2
+    early = torch.arange(n, device=x.device)
+    chunks = torch.stack([early, 2 * n - 1 - early], dim=1).flatten()
+    tokens = chunks.unsqueeze(1) * half + torch.arange(half, device=x.device)
+    return tokens.flatten().expand(x.shape[0], -1)
 
 
 class _Permuted(torch.autograd.Function):
