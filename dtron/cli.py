@@ -78,7 +78,7 @@ def _train(config: RunConfig) -> None:
     except OutOfMemoryError as error:
         from dtron.plan.remedies import remedies
 
-        advice = remedies(config, trainer.place.world_size, error.room, error.needed)
+        advice = remedies(config, trainer.place, error.room, error.needed)
         raise RankError(f"{error}; {advice}") from error
 
 
@@ -147,6 +147,12 @@ def _plan(arguments: Sequence[str]) -> int:
     return _to_reader(lambda: plan(arguments))
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    from dtron.plan.memory_command import main as memory  # imports torch, as the others
+
+    return _to_reader(lambda: memory(arguments))
+
+
 def _data(arguments: Sequence[str]) -> int:
     from dtron.data.command import main as data  # imports torch, which --help does not need
 
@@ -194,6 +200,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "convert Hugging Face folders to checkpoints and back",
     ),
     "serve-check": (_serve_check, "compare a checkpoint's logits with its export's"),
+    "memory": (_memory, "show who held a run's memory, next to the plan"),
 }
 
 

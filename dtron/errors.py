@@ -10,13 +10,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
 _MOST_CHARACTERS = 10_000
 _CONTROL = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\t\n"}
+
+
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, such as "1 rank" or "2,000 ranks".
+
+    Args:
+        plural: the plural of `noun`, if it is not `noun` with an s.
+    """
+    return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
 
 
 class DtronError(Exception):
@@ -220,7 +229,11 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
 
 
 def config_error(
-    error: ValidationError, prefix: str, known: Iterable[str], automatic: Iterable[str] = ()
+    error: ValidationError,
+    prefix: str,
+    known: Iterable[str],
+    automatic: Iterable[str] = (),
+    values: Any = None,
 ) -> ConfigError:
     """Convert a pydantic error to a ConfigError: one line per key, named as in the config.
 
@@ -229,13 +242,29 @@ def config_error(
         prefix: key of the model's section (`model.override`), or "" for the whole config.
         known: every legal key, fully dotted, for the nearest-key hint.
         automatic: keys that may also be "auto".
+        values: the nested values; tables of a list are named by their `name` instead of an index.
     """
     names, by_key = list(known), dict[str, list[Any]]()
     for failure in error.errors():
+        failure["loc"] = _named(failure["loc"], values)
         parts = [*([prefix] if prefix else []), *_key_parts(failure)]
         by_key.setdefault(".".join(parts[: prefix.count(".") + 2]), []).append(failure)
     also = set(automatic)
     return ConfigError("\n".join(_key_error(each, prefix, names, also) for each in by_key.values()))
+
+
+def _named(location: Sequence[str | int], values: Any) -> tuple[str | int, ...]:
+    """Return a failure's location, with names of tables instead of indices where they are known."""
+    found: list[str | int] = []
+    for part, below in itertools.zip_longest(location, location[1:]):
+        inside = isinstance(values, Mapping) or isinstance(part, int)
+        try:
+            values = values[part] if inside else None
+        except (KeyError, IndexError, TypeError):
+            values = None
+        name = values.get("name") if isinstance(part, int) and isinstance(values, Mapping) else None
+        found.append(name if isinstance(name, str) and below not in (None, "name") else part)
+    return tuple(found)
 
 
 def _key_parts(failure: Any) -> list[str]:
@@ -275,7 +304,7 @@ def _as_list(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"[[{key}]]"
     listed, parts = json.dumps([value], default=str), key.split(".")
-    in_table = any(part.isdigit() for part in parts)
+    in_table = len(parts) > 3  # such as data.mixture.NAME.paths
     return f"{parts[-1]} = {listed}" if in_table else f"{key}='{listed}'"
 
 

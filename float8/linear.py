@@ -111,6 +111,11 @@ class Float8Linear(DeferringLinear):
         """
         return self.groups.cp
 
+    @property
+    def adds_in_matmul(self) -> bool:
+        """Whether the recipe computes the weight gradient in high precision."""
+        return self.recipe.grad_weight is None
+
     def extra_repr(self) -> str:
         """Return sizes and recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}, emulate={self.emulate}"

@@ -21,7 +21,12 @@ from torch import Tensor
 from dtron.float8.casting import Scaled
 from dtron.float8.products import product
 from dtron.float8.recipes import Product, Recipe
-from dtron.parallelisms.pipeline.weight_gradients import DeferredMatmul, call_of, site_of
+from dtron.parallelisms.pipeline.weight_gradients import (
+    DeferredMatmul,
+    LinearMatmul,
+    call_of,
+    site_of,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,19 @@ class Float8Matmul(DeferredMatmul):
     def compute(self) -> Tensor:
         """Compute the weight's gradient; see `Operands.multiply`."""
         return self.operands.multiply(self.casts, self.dtype, self.emulate, self.operands.left)
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the gradient to `total`; in the matmul, if that is not float8."""
+        if self.casts is None:
+            LinearMatmul(self.operands.left, self.operands.right).add_to(total)
+        else:
+            super().add_to(total)
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        """Compute the gradient in `dtype`; it is rounded to `self.dtype` first if it is float8."""
+        if self.casts is None:
+            return LinearMatmul(self.operands.left, self.operands.right).write(dtype)
+        return super().write(dtype)
 
 
 Deferred = tuple[Tensor, Operands]

@@ -86,6 +86,7 @@ class Host:
         command += ["--rdzv-backend", "c10d", "--rdzv-id", options.id, "--rdzv-conf", conf]
         command += ["--rdzv-endpoint", f"{options.head}:{options.port}"]
         command += ["--local-addr", options.local_addr] if options.local_addr else []
+        command += ["--numa-binding", options.numa_binding] if options.numa_binding else []
         command += ["--max-restarts", str(MOST_RESTARTS), *self.words, "checkpoint.resume=latest"]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun of this environment
         env = {**os.environ, "PATH": path}
@@ -119,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--nproc-per-node", required=True, help="ranks on each host")
     made.add_argument("--id", default="dtron", help="of the rendezvous, the same on all hosts")
     made.add_argument("--local-addr", default="", help="of this host, as the others reach it")
+    made.add_argument("--numa-binding", default="", help="torchrun's: node, socket, exclusive ...")
     made.add_argument(
         "--wait-seconds", type=float, default=3600, help="in which missing hosts have to come back"
     )

@@ -36,7 +36,7 @@ srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 --kill-on-bad-exit=1 \
     bash -c 'exec python3 launch/host.py --node-rank "$SLURM_NODEID" "$@"' host \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" --id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --head "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" \
-    --port $((20000 + SLURM_JOB_ID % 10000)) "$@" &
+    --port $((20000 + SLURM_JOB_ID % 10000)) ${NUMA_BINDING:+"--numa-binding=$NUMA_BINDING"} "$@" &
 run=$!
 # After USR1 the run saves; should that hang, what was saved before remains.
 while kill -0 "$run" 2>/dev/null && [ "$(date +%s)" -lt "$end" ]; do

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtron.errors import CheckpointError, nearest
+from dtron.errors import CheckpointError, counted, nearest
 from dtron.io.filesystem import plain_name, read_json
 from dtron.io.safetensors_file import (
     DTYPE_NAMES,
@@ -289,7 +289,7 @@ class HFFolder:
         }
         for problem, names in problems.items():
             if names:
-                more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+                more = f" (and {counted(len(names) - 1, 'other')})" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.path}: {names[0]}{more} {problem}")
         for key, shape in wanted.items():
             if (stored := self._tensors[key]).shape != list(shape):

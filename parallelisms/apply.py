@@ -1,8 +1,9 @@
 """Apply all parallelisms to a plain model, in this order:
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> expert parallel -> context parallel -> deferred weight gradients
-        -> loss in the head -> recompute and compile -> offload -> fsdp -> initial weights
+        tensor parallel -> expert parallel -> context parallel
+        -> weight gradients deferred or added to sums -> loss in the head
+        -> recompute and compile -> offload -> fsdp -> initial weights
     -> optimizer
 
 Patterns are resolved on the whole model, since a stage lacks the modules of other stages. Selective
@@ -47,7 +48,7 @@ from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
 from dtron.parallelisms.pipeline.accumulate import Accumulation, Execution
 from dtron.parallelisms.pipeline.executor import Layout, Pipeline
-from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, defer
+from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, accumulate_in_matmuls, defer
 from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import (
@@ -87,8 +88,9 @@ class ParallelPlan:
     """Tensor-parallel sharding: {pattern or tuple of patterns: placement rule such as colwise()}.
     The rules must cover every parameter. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Only `zero`, `reduce`, `reduce_dtype`, `reduce_by`, `copy_engines` and `prefetch` are used,
-    the last three only if FSDP shards parameters. The mesh sets the degrees."""
+    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `reduce_by`, `copy_engines`
+    and `prefetch` are used, the last three only if FSDP shards parameters. The mesh sets the
+    degrees."""
     dtype: str = "bfloat16"
     """Compute dtype; parameters keep their dtype."""
     recompute: Recompute = Recompute()
@@ -317,6 +319,9 @@ def _apply_to_stage(
     if recurrent := [modules[name] for name in selection.recurrent if name in modules]:
         apply_recurrent_context(recurrent, mesh.context(mesh.size("cp"))[1])
     deferred = defer(split, passes.compile.enable) if split else None
+    summed = [deferred] if deferred else []
+    if passes.parallel.accumulate_in_matmul:
+        summed.append(accumulate_in_matmuls(part, passes.compile.enable))
     if passes.loss is not None and passes.loss[0] in modules:
         head, loss = passes.loss
         attach_loss(modules[head], loss)
@@ -345,6 +350,8 @@ def _apply_to_stage(
         keep_last=passes.layout is None,
         experts=expert_modules.values(),
     )
+    for gradients in summed if passes.parallel.accumulate_in_matmul else ():
+        gradients.add_to_sums(part)
     if callable(passes.init):
         passes.init(part)
     elif passes.init is not None:

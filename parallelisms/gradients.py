@@ -7,11 +7,13 @@ the first of these ranks owns it); one all-reduce over all ranks adds these sums
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from dtron.config import DEGREES
 from dtron.kernels.torch_internals import norms
@@ -21,6 +23,33 @@ from dtron.parallelisms.mesh import Mesh, axes_of
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """Return a DTensor that shares the memory of a shard, which may be on the host.
+
+    `DTensor.from_local` would copy a shard on the host to the device of the mesh.
+
+    Args:
+        local: this rank's shard, contiguous or a view of its first rows.
+        shape: of the whole tensor, which is contiguous.
+    """
+    on_host = local.device.type != mesh.device_type
+    made: Any = DTensor.from_local(
+        torch.empty_like(local, device="meta") if on_host else local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    if on_host:
+        made = torch.empty_like(made, device=local.device)
+        made.to_local().set_(local)  # type: ignore[call-overload]
+    return made
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -21,9 +21,7 @@ device, and so do storages that other objects keep alive: parameters (also gathe
 buffers of the block, and inputs that are leaves of the graph (rotary tables, masks). On a CPU, the
 copies go to other CPU memory, synchronously.
 
-Memory is reused only when its copies are done. On the device, `_Copies` references the memory until
-the compute stream has waited for the copies. On the host, a buffer's next copy waits for its
-previous one, and torch's pinned-memory allocator waits for copies from and to freed memory.
+Memory is reused only when its copies are done (`host_memory.py`).
 
 Undocumented, tested with torch 2.11, 2.13 and 2.15: the cache of selective recomputation is
 `storage` of the context that torch.utils.checkpoint makes; its entries have `val` and `get_val`.
@@ -37,7 +35,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,194 +42,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
-from dtron.errors import ConfigError
 from dtron.kernels.torch_internals import version
 from dtron.parallelisms.functional_collectives import is_pending
+from dtron.parallelisms.host_memory import Buffer, Copies, CopyStream, HostPool
 from dtron.parallelisms.placement import leaves
 
 SMALLEST = 2**20
 """Minimum bytes of an offloaded storage: copies of smaller ones cost more time than they save."""
-CHUNK, ALIGNED = 2**32, 2**12
-"""CHUNK: maximum bytes of a pinned chunk, unless one buffer needs more. ALIGNED: bytes to which
-buffers are aligned."""
-
-Event = torch.cuda.Event | None
-"""Event after copies; None on a CPU, where copies are synchronous."""
-
-
-@dataclass
-class Buffer:
-    """Host memory, pinned if there is a GPU."""
-
-    data: Tensor
-    """uint8 (bytes,)"""
-    last: Event = None
-    """Event at the end of the latest issued copy from or to the buffer."""
-
-
-class HostPool:
-    """Pool of host buffers by size; freed buffers are reused, since pinning memory is slow.
-
-    Buffers are slices of chunks. Chunk sizes are powers of two, to which torch would round up each
-    pinned allocation. To bound unused memory, a new chunk has at most a quarter of the bytes of all
-    earlier chunks and at most CHUNK bytes, unless one buffer needs more.
-
-    Attributes:
-        allocated: bytes of all buffers, used and free.
-        reserved: bytes of all chunks.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self.allocated = self.reserved = 0
-        self._pinned = pinned
-        self._free: dict[int, list[Buffer]] = defaultdict(list)
-        self._unused: list[Tensor] = []
-        """The unused end of each chunk."""
-
-    def take(self, size: int) -> Buffer:
-        """Return a buffer of `size` bytes; a previous copy from or to it may still be running.
-
-        Raises:
-            ConfigError: the host has too little memory.
-        """
-        if self._free[size]:
-            return self._free[size].pop()
-        data = self._cut(size)
-        self.allocated += size
-        return Buffer(data)
-
-    def give(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool."""
-        self._free[buffer.data.numel()].append(buffer)
-
-    def _cut(self, size: int) -> Tensor:
-        """Cut a buffer, uint8 (size,), from the first chunk with enough unused memory."""
-        end = -(-size // ALIGNED) * ALIGNED
-        i = next((i for i, unused in enumerate(self._unused) if len(unused) >= end), None)
-        if i is None:
-            i = len(self._unused)
-            self._unused.append(self._reserve(end))
-        unused = self._unused[i]
-        self._unused[i] = unused[end:]
-        return unused[:size]
-
-    def _reserve(self, least: int) -> Tensor:
-        """Allocate a chunk of at least `least` bytes."""
-        size = max(_power_of_two(least), min(CHUNK, _power_of_two(self.reserved // 8)))
-        _check_host_memory(size, self.reserved)
-        chunk = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        self.reserved += size
-        return chunk
-
-
-def _power_of_two(least: int) -> int:
-    """Return the smallest power of two that is at least `least`."""
-    return 1 << max(0, least - 1).bit_length()
-
-
-def _check_host_memory(size: int, reserved: int) -> None:
-    """Raise ConfigError if less than 5% of the host's memory would be left.
-
-    Without this check, Linux would kill a process without an error message.
-    """
-    total, available = host_memory()
-    if available - size < total / 20:
-        have, more, left, whole = (n / 2**30 for n in (reserved, size, available, total))
-        raise ConfigError(
-            f"recompute.offload = true: a rank holds {have:.1f} GiB of host memory and needs "
-            f"{more:.1f} GiB more, but only {left:.1f} of the host's {whole:.1f} GiB are available "
-            'to all its ranks; use recompute.mode = "attention" or "full", or a smaller '
-            "train.micro_batch"
-        )
-
-
-def host_memory(root: Path = Path("/")) -> tuple[float, float]:
-    """Return (total, available) bytes of the host, or of its container; (0, infinity): unknown."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        kibibytes = {key: int(value.split()[0]) for key, value in (x.split(":") for x in lines)}
-        total, available = kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
-    except (OSError, KeyError):
-        return 0.0, float("inf")
-    try:
-        most, used = (
-            int((root / "sys/fs/cgroup" / name).read_text())
-            for name in ("memory.max", "memory.current")
-        )
-    except (OSError, ValueError):  # no container, or "max"
-        return total, available
-    return min(total, most), min(available, most - used + _file_cache(root))
-
-
-def _file_cache(root: Path) -> int:
-    """Return the bytes of file cache, which is reclaimable, in a container's memory.current."""
-    try:
-        lines = (root / "sys/fs/cgroup/memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    stat = {key: int(value) for key, value in (line.split() for line in lines)}
-    return stat.get("active_file", 0) + stat.get("inactive_file", 0)
-
-
-class _CopyStream:
-    """Stream for copies in one direction, in the order of issue."""
-
-    def __init__(self, device: torch.device, to_host: bool) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.to_host = to_host
-
-    def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> Event:
-        """Issue copies between buffers and device memory, uint8 (bytes,).
-
-        The copies run after all kernels issued so far on the current stream, and after the buffers'
-        previous copies.
-        """
-        if self.stream is None:
-            for buffer, memory in pairs:
-                self._copy(buffer, memory)
-            return None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for buffer, memory in pairs:
-                if buffer.last is not None:
-                    buffer.last.wait()
-                self._copy(buffer, memory)
-        done = torch.cuda.Event()
-        done.record(self.stream)
-        for buffer, _ in pairs:
-            buffer.last = done
-        return done
-
-    def _copy(self, buffer: Buffer, memory: Tensor) -> None:
-        to, source = (buffer.data, memory) if self.to_host else (memory, buffer.data)
-        to.copy_(source, non_blocking=True)
-
-
-class _Copies:
-    """Issued copies, and the device memory that they read or write.
-
-    torch gives freed memory to the next tensor of the stream that allocated it, here the compute
-    stream, even if other streams still use it. So this object references the memory until the
-    compute stream waits for the copies, even if the graph is dropped or an error ends the step.
-    (With record_stream, memory would be freed too late: only once the host, which runs ahead of the
-    device, sees that the copies are done.)
-    """
-
-    def __init__(self, stream: _CopyStream, pairs: Sequence[tuple[Buffer, Tensor]]) -> None:
-        self._memory = [memory for _, memory in pairs]
-        self._compute_stream = torch.cuda.current_stream() if self._memory[0].is_cuda else None
-        self._done: Event = None
-        self._done = stream.copy(pairs)
-
-    def wait(self) -> None:
-        """Make the compute stream, not the host, wait for the copies."""
-        if self._done is not None:
-            self._done.wait(self._compute_stream)
-            self._done = None
-        self._memory.clear()
-
-    def __del__(self) -> None:
-        self.wait()
+_SETTING = (
+    "recompute.offload = true",
+    'use recompute.mode = "attention" or "full", or a smaller train.micro_batch',
+)
 
 
 class _Storage:
@@ -281,7 +101,7 @@ class _BlockCall:
         default_factory=weakref.WeakValueDictionary
     )
     """Storages that the graph still references, by their address in the forward."""
-    copies: _Copies | None = None
+    copies: Copies | None = None
     """The latest issued copies."""
     is_used: bool = False
     """Whether the backward of this call has begun."""
@@ -309,11 +129,11 @@ class Offload:
 
     def __init__(self, device: torch.device, smallest: int = SMALLEST) -> None:
         self.device, self.smallest = device, smallest
-        self.pool = HostPool(pinned=device.type == "cuda")
+        self.pool = HostPool(device.type == "cuda", _SETTING)
         self.copied = 0
         self._to_host, self._to_device = (
-            _CopyStream(device, to_host=True),
-            _CopyStream(device, to_host=False),
+            CopyStream(device, to_host=True),
+            CopyStream(device, to_host=False),
         )
         self._current: _BlockCall | None = None
         self._last: _BlockCall | None = None
@@ -420,7 +240,7 @@ class Offload:
         if storage.nbytes() < self.smallest or storage.data_ptr() in call.others:
             return True
         gathered = (parameter for unit in call.units for parameter in unit.parameters())
-        return storage.data_ptr() in _addresses(gathered)
+        return storage.data_ptr() in addresses(gathered)
 
     def _store(self, call: _BlockCall) -> None:
         """Issue copies of storages that are not on the host yet."""
@@ -431,7 +251,7 @@ class Offload:
         }
         if not pairs:
             return
-        call.copies = _Copies(self._to_host, list(pairs.values()))
+        call.copies = Copies(self._to_host, list(pairs.values()))
         for storage, (buffer, memory) in pairs.items():
             storage.buffer = buffer
             weakref.finalize(storage, self.pool.give, buffer)
@@ -489,7 +309,7 @@ class Offload:
         }
         if not pairs:
             return
-        call.copies = _Copies(self._to_device, list(pairs.values()))
+        call.copies = Copies(self._to_device, list(pairs.values()))
         for storage, (_, memory) in pairs.items():
             storage.memory = memory
 
@@ -508,7 +328,7 @@ def _owned_elsewhere(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     the graph, such as the input of a pipeline stage.
     """
     inputs = (x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and _views_leaf(x))
-    return _addresses([*block.parameters(), *block.buffers(), *inputs])
+    return addresses([*block.parameters(), *block.buffers(), *inputs])
 
 
 def _views_leaf(x: Tensor) -> bool:
@@ -522,7 +342,7 @@ def _views_leaf(x: Tensor) -> bool:
             return True
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return _addresses([leaf]) == _addresses([x])
+            return addresses([leaf]) == addresses([x])
         if output >= len(node.next_functions):
             return False
         node, output = node.next_functions[output]
@@ -533,7 +353,7 @@ _MAX_UNITS = 4
 """Maximum number of FSDP units whose forward starts with the same block."""
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return the storage addresses of tensors."""
     return {plain.untyped_storage().data_ptr() for x in tensors for plain in _plain_parts(x)}
 

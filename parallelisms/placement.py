@@ -54,13 +54,13 @@ __all__ = [
 Unit = str | tuple[str, ...]
 
 LOW_RANK: Mapping[str, Mapping[str, int | None]] = {
-    "colwise": {"lora_a": None, "lora_b": 0},
-    "rowwise": {"lora_a": 1, "lora_b": None},
+    "colwise": {"lora_a": None, "lora_b": 0, "lora_magnitude": 0},
+    "rowwise": {"lora_a": 1, "lora_b": None, "lora_magnitude": None},
 }
-"""Kind of a module's rule -> {factor of its adapter: the dim that tp shards}.
+"""Kind of a module's rule -> {parameter of its adapter: the dim that tp shards}.
 
-The adapter of a weight (N, K) is lora_b (N, rank) times lora_a (rank, K). None: the factor is
-replicated, and its gradient is a partial sum over tp."""
+The adapter of a weight (N, K) is lora_b (N, rank) times lora_a (rank, K), with DoRA also
+lora_magnitude (N,). None: the parameter is replicated; its gradient is a partial sum over tp."""
 
 
 class PassThrough(nn.Module):

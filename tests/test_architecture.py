@@ -46,9 +46,10 @@ ALLOWED = {
         "parallelisms.tensor.async_tp",
     },
     "models": _MODELS,
-    "lora": _SETTINGS | {"kernels.grouped", "models", "parallelisms.placement"},
+    "lora": _SETTINGS
+    | {"kernels.grouped", "models", "parallelisms.placement", "parallelisms.tensor.async_tp"},
     "data": _SETTINGS,
-    "faults": _SETTINGS | {"parallelisms"},
+    "faults": _SETTINGS | {"kernels.torch_internals", "parallelisms"},
     "run": _RUN,
     "checkpoint": _CHECKPOINT,
     "setup": _SETUP,
@@ -208,9 +209,11 @@ PRIVATE = {
         "_scaled_dot_product_cudnn_attention_backward",
     },
     "dtron/kernels/torch_internals.py": {
+        "_dump_snapshot",
         "_dynamo",
         "_foreach_norm",
         "_python_dispatch",
+        "_record_memory_history",
         "_subclasses",
         "_version",
     },
@@ -222,7 +225,7 @@ PRIVATE = {
     },
     "parallelisms/functional_collectives.py": {"_c10d_functional", "_symmetric_memory"},
 }
-MOST_NAMES, MOST_FILES = 15, 5
+MOST_NAMES, MOST_FILES = 17, 5
 OF_OTHERS = {
     "_attn_implementation": "transformers",
     "_can_set_attn_implementation": "transformers",

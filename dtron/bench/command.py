@@ -47,7 +47,7 @@ from dtron.bench.run import (
     wait_for,
 )
 from dtron.bench.sweep import SweepPoint, points
-from dtron.errors import ArgumentParser, ConfigError, DataError
+from dtron.errors import ArgumentParser, ConfigError, DataError, counted
 
 _Row = tuple[str, report.RunFigures | None, str]  # label, figures, reason if there are no figures
 _PROFILED = 3  # steps; on GPUs the first step is not counted (trace.py)
@@ -282,7 +282,7 @@ def print_breakdowns(console: Console, outcomes: Sequence[Outcome]) -> None:
         found = Breakdown.of_json(outcome.breakdown)
         measured = outcome.breakdown.get("ceiling", {})
         floors = measured.get("floors", {})
-        ranks = f"{len(found.ranks)} ranks, {found.steps} profiled steps"
+        ranks = f"{counted(len(found.ranks), 'rank')}, {counted(found.steps, 'profiled step')}"
         console.print(breakdown_table(found, floors, f"{outcome.label}: one step of {ranks}"))
         for line in notes(found):
             console.print(line, markup=False, soft_wrap=True)

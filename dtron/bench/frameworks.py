@@ -121,6 +121,7 @@ _TITAN_LACKS = (
     "train.loss_chunks",
     "optim.name",
     "optim.moments",
+    "optim.offload",
     "optim.groups",
     "optim.ema",
     "recompute.first",

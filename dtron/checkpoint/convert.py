@@ -43,7 +43,7 @@ from dtron.checkpoint.save import first_cause
 from dtron.config import Data, RunConfig
 from dtron.data.corpus.chat import TEMPLATE_FILE, stated_template
 from dtron.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_file
-from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of
+from dtron.errors import ArgumentParser, CheckpointError, ConfigError, DataError, cause_of, counted
 from dtron.io.filesystem import Location, read_json, sync_directory, write_atomically
 from dtron.io.remote_path import Remote
 from dtron.io.safetensors_file import Region, TensorSpec, full_region, write_tensors
@@ -236,7 +236,9 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
         )
     hf, reader = hf_of(initial.name), ShardReader(initial.path)
     found = adapters(initial.name, initial.config, initial.lora)
-    sources = {theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found).items()}
+    sources = {
+        theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found, initial.lora).items()
+    }
     specs = {
         theirs: TensorSpec(reader.dtype(ours), tuple(reader.index.tensors[ours].size))
         for theirs, ours in sources.items()
@@ -252,7 +254,7 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
             write_tensors(partial / peft.WEIGHTS, specs, get, {"format": "pt"})
             content = json.dumps(peft.config_json(hf, found, initial.lora, base), indent=2)
             write_atomically(partial / peft.CONFIG, content + "\n")
-    log.info("wrote %d adapters of %s to %s", len(found), checkpoint, out)
+    log.info("wrote %s of %s to %s", counted(len(found), "adapter"), checkpoint, out)
 
 
 def _named_tokenizer(named: Path | str) -> Path | str:
@@ -380,7 +382,8 @@ def to_hf_folder(
                 if template:
                     (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
             export.write_json(partial)
-    log.info("wrote %d files for %s to %s", len(export.files), hf.architecture, out)
+    written = counted(len(export.files), "file")
+    log.info("wrote %s for %s to %s", written, hf.architecture, out)
     if tokenizer is None:
         log.info("no tokenizer files were copied; name their folder with --tokenizer FOLDER")
 

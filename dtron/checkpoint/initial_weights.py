@@ -28,6 +28,7 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, location
 from dtron.io.user_code import is_imported
 from dtron.lora.adapters import ADAPTERS
+from dtron.lora.dora import start_magnitudes
 from dtron.lora.peft import PeftFolder
 from dtron.models import hf_folder, model_config, model_spec
 from dtron.models.config import DecoderConfig
@@ -116,7 +117,7 @@ def open_initial(
         ) from None
 
 
-LORA_KEYS = ("lora.rank", "lora.alpha", "lora.rank_stabilized", "lora.modules")
+LORA_KEYS = ("lora.rank", "lora.alpha", "lora.rank_stabilized", "lora.dora", "lora.modules")
 """Keys that determine the adapters of a checkpoint, and what they add to the weights."""
 
 
@@ -175,6 +176,8 @@ def load_initial(
     stored.load_weights(
         initial.reader(), initial.path, group, lambda name: not name.endswith(absent)
     )
+    if not initial.lora.rank:
+        start_magnitudes([stored.module])
     if (adapter := initial.adapter) is not None:
         reader = HuggingFaceReader(adapter)
         stored.load_weights(reader, adapter.path, group, lambda name: name.endswith(ADAPTERS))

@@ -37,7 +37,7 @@ from dtron.checkpoint.directory import (
 )
 from dtron.checkpoint.locations import CheckpointLocation
 from dtron.checkpoint.save_plan import CachedSavePlanner
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, counted
 from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_atomically
 from dtron.io.safetensors_file import WrittenFile
 from dtron.io.untrusted import INDEX_BYTES
@@ -252,8 +252,8 @@ class Saver:
         dist.all_reduce(unseen, group=self.group)
         if unseen.item():
             raise CheckpointError(
-                f"{int(unseen.item())} ranks do not see {folder}; it must be on a file system that "
-                "all ranks share"
+                f"{folder} is not seen by {counted(int(unseen.item()), 'rank')}; it must be on a "
+                "file system that all ranks share"
             )
 
 

@@ -18,6 +18,7 @@ from dtron.checkpoint.save import first_cause
 from dtron.errors import CheckpointError
 from dtron.io.filesystem import Location
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.gradients import as_dtensor
 
 Held = dict[str, dict[str, Any]]
 """This rank's tensors: kind ("model", "optimizer") -> key in torch's state dict -> tensor."""
@@ -94,14 +95,8 @@ class StoredModel:
         axes = zip(value.device_mesh.get_coordinate() or (), value.placements, strict=True)
         first = sum(rank * len(local) for rank, placement in axes if placement.is_shard(0))
         size = torch.Size((rows, *value.shape[1:]))
-        return DTensor.from_local(
-            local[: max(0, rows - first)],
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=size,
-            stride=(value.shape[1], 1),
-        )
+        own = local[: max(0, rows - first)]
+        return as_dtensor(own, value.device_mesh, value.placements, size)
 
     @torch.no_grad()
     def fill_copies(self, held: Held) -> None:

@@ -42,6 +42,7 @@ from dtron.errors import (
     ConfigError,
     cause_of,
     config_error,
+    counted,
     nearest,
     nearest_key,
     note,
@@ -160,7 +161,7 @@ class RunConfig(Section):
         except ValidationError as error:
             known = [key for key, _, _ in fields(cls)]
             automatic = [key for key in known if is_automatic(*key.split("."))]
-            raise config_error(error, "", known, automatic) from None
+            raise config_error(error, "", known, automatic, values) from None
 
     def to_toml(self, chosen: Collection[str] = ()) -> str:
         """Return TOML of all keys with their values; reading it gives an equal config.
@@ -245,7 +246,7 @@ def resolve_degrees(degrees: Mapping[Degree, int], world_size: int) -> dict[Degr
     if math.prod(resolved.values()) != world_size:
         shown = ", ".join(f"{axis} = {n}" for axis, n in degrees.items())
         others = math.prod(n for axis, n in degrees.items() if axis != "dp_shard")
-        fix = f"start {fixed} ranks"
+        fix = f"start {counted(fixed, 'rank')}"
         if world_size % others == 0:
             fix += f", or set parallel.dp_shard = {world_size // others} or -1"
         elif legal := _nearest_degree(degrees, world_size, others):

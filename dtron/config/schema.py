@@ -7,7 +7,7 @@ Choices are Literals, units are in the names, values are frozen. Rules across se
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -166,7 +166,16 @@ class Parallel(Section):
     tp."""
 
     automatic = frozenset(
-        ("dispatcher", "zero", "reduce_by", "copy_engines", "async_tp", "schedule", "cp_method")
+        (
+            "dispatcher",
+            "zero",
+            "reduce_by",
+            "copy_engines",
+            "accumulate_in_matmul",
+            "async_tp",
+            "schedule",
+            "cp_method",
+        )
     )
     dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas of the model; gradients are all-reduced between them."""
@@ -228,6 +237,11 @@ class Parallel(Section):
     `reduce_by = "all_to_all"`, to send gradients. Overlapped matmuls then keep all multiprocessors.
     The dp_shard x cp ranks must be on GPUs of one host. `auto`: true for these ranks with
     `reduce_by = "all_to_all"`."""
+    accumulate_in_matmul: bool = False
+    """If gradients of several micro-batches are summed before their reduction: the matmul of a
+    linear's weight gradient adds to the float32 sum, without a bfloat16 gradient in between. Saves
+    memory traffic and one rounding per micro-batch. `auto`: true with train.dtype = "bfloat16",
+    without async_tp and adapters."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""
@@ -382,6 +396,10 @@ class Optim(Section):
     """Dtype of moments. bfloat16 saves half of their bytes: per parameter 4 of AdamW's 8, 2 of the
     4 of Muon's matrices and of Lion. beta2 and momentum must then be at most 0.99, since the
     smaller changes of larger ones are lost in bfloat16."""
+    offload: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of AdamW's moments to keep in pinned host memory. The update copies them to the GPU
+    and back, a part at a time. Results are bitwise the same. Parameters of fewer than 65,536
+    elements per rank keep theirs on the GPU, as `optim.ema` does. On GPUs only."""
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, such as 0.999: 4 more bytes per
     parameter, sharded as moments are. `dtron eval`, `generate` and `convert to-hf` use it with
@@ -398,9 +416,17 @@ class Optim(Section):
         Args:
             hidden: of a matrix of a layer, which Muon would update.
         """
+        return self.moment_bytes(hidden) + self.average_bytes()
+
+    def moment_bytes(self, hidden: bool) -> list[float]:
+        """Return the bytes per element of each moment; `hidden` as of `state_bytes`."""
         number = MOMENTS.get(self.name, MOMENTS["adamw"])[hidden]  # a custom one is unknown
         each = _BYTES_8BIT if self.name == "adamw8bit" else _BYTES[self.moments]
-        return [each] * number + ([4.0] if self.ema else [])
+        return [each] * number
+
+    def average_bytes(self) -> list[float]:
+        """Return the bytes per element of the average of the weights; empty: none."""
+        return [4.0] if self.ema else []
 
 
 class Schedule(Section):
@@ -520,6 +546,9 @@ class Lora(Section):
     """Scale of the adapters: alpha / rank."""
     rank_stabilized: bool = False
     """Scale of alpha / sqrt(rank) instead, whose updates do not shrink with the rank (rsLoRA)."""
+    dora: bool = False
+    """DoRA: also train the length of each row of W + scale B A, separately from its direction. Only
+    linear layers have it."""
     modules: tuple[Annotated[Text, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """Patterns of the linear layers and stacked experts of the blocks that get adapters, or of
     modules that contain them, such as `blocks.*.attn.w[qv]` or `blocks.*.ffn.experts`; `*` is one
@@ -527,6 +556,10 @@ class Lora(Section):
     initial: StatedPath = ""
     """Folder of an adapter in PEFT's format, from which the adapters of a run that does not resume
     start. Empty: A is random and B zero."""
+
+    if TYPE_CHECKING:  # pydantic defines it for frozen models
+
+        def __hash__(self) -> int: ...
 
     @property
     def scale(self) -> float:
@@ -603,6 +636,18 @@ class Metrics(Section):
     """Number of steps that torch.profiler records; the trace is written to RUN/trace/."""
     profile_shapes: bool = False
     """Record the input shapes of operators in the trace, which slows the recorded steps down."""
+    profile_ranks: tuple[Annotated[int, Field(ge=0, le=MAX_RANKS)], ...] = Field(
+        default=(), strict=False
+    )
+    """Ranks that torch.profiler records; empty: all."""
+    nvtx: bool = False
+    """Mark each module's forward and backward of each micro-batch, and the phases of a step, as
+    NVTX ranges for Nsight Systems and in torch.profiler's traces. With `compile.enable` the marks
+    are of whole forwards."""
+    memory_snapshot: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Step whose memory each rank writes to RUN/memory/, by class and module, for `dtron memory
+    RUN`; on GPUs also torch's snapshot with stacks, which slows this step down. If memory ends
+    in that step, its activations are in the table as well. 0: only of a failed allocation."""
     batch_hash: bool = False
     """Add `batch` to each row of metrics.jsonl: a hash of all sequences since the last row, equal
     in every layout. Shows whether two runs train on the same data."""

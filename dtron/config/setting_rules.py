@@ -167,6 +167,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.optim.name not in ("sgd", "lion"),
         needs='optim.name = "adamw", "adamw8bit" or "muon"',
     ),
+    Rule("optim.offload", needs='optim.name = "adamw"'),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
@@ -208,7 +209,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
-    Rule("lora.alpha lora.rank_stabilized lora.modules lora.initial", needs="lora.rank"),
+    Rule("lora.alpha lora.rank_stabilized lora.dora lora.modules lora.initial", needs="lora.rank"),
     Rule("lora.initial", needs="checkpoint.initial: the weights to which the adapter belongs"),
     Rule("compile.backend compile.cache_dir", needs="compile.enable = true"),
     Rule("compile.cache_dir", needs='compile.backend = "inductor"'),
@@ -276,7 +277,10 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         needs="parallel.dp_replicate > 1 or parallel.tp > 1 or parallel.pp > 1: no ranks hold "
         "copies",
     ),
-    Rule("metrics.profile_steps metrics.profile_shapes", needs="metrics.profile_start"),
+    Rule(
+        "metrics.profile_steps metrics.profile_shapes metrics.profile_ranks",
+        needs="metrics.profile_start",
+    ),
 )
 """Keys that have an effect only with certain values of other keys."""
 
@@ -337,16 +341,35 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "parallel.defer_head = 0 or train.loss_chunks = 1",
     ),
     Rule(
-        "lora.rank parallel.async_tp float8.gather_inputs",
-        lambda c: not c.lora.rank or not (c.parallel.async_tp or c.float8.gather_inputs),
-        "lora.rank = {c.lora.rank} with parallel.async_tp or float8.gather_inputs: adapters need "
-        "the gathered input in train.dtype, which these fused layers do not return; leave both out",
+        "lora.rank float8.gather_inputs",
+        lambda c: not c.lora.rank or not c.float8.gather_inputs,
+        "lora.rank = {c.lora.rank} with float8.gather_inputs = true: adapters multiply the "
+        "gathered input in train.dtype, but float8.gather_inputs gathers only float8 values; use "
+        "parallel.async_tp instead",
+    ),
+    Rule(
+        "lora.dora float8.all_gather",
+        lambda c: not (c.lora.dora and c.float8.all_gather),
+        "lora.dora = true with float8.all_gather: the norms of rows need the weights in "
+        "train.dtype, but float8.all_gather gathers only their float8 values; use one of the two",
     ),
     Rule(
         "lora.rank parallel.defer_head",
         lambda c: not c.lora.rank or not c.parallel.defer_head,
         "parallel.defer_head = {c.parallel.defer_head} has no effect with lora.rank = "
         "{c.lora.rank}: a frozen head has no weight gradient; leave it out",
+    ),
+    Rule(
+        "parallel.accumulate_in_matmul parallel.async_tp",
+        lambda c: not c.parallel.accumulate_in_matmul or not c.parallel.async_tp,
+        "parallel.accumulate_in_matmul with parallel.async_tp, which overlaps the matmuls of "
+        "weight gradients with reduce-scatters; leave one of them out",
+    ),
+    Rule(
+        "parallel.accumulate_in_matmul lora.rank",
+        lambda c: not c.parallel.accumulate_in_matmul or not c.lora.rank,
+        "parallel.accumulate_in_matmul with lora.rank = {c.lora.rank}: the weights of large "
+        "matmuls are frozen and have no gradient; leave it out",
     ),
     Rule(
         "parallel.async_tp parallel.sequence_parallel",
@@ -394,6 +417,12 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.faults.verify_step <= _known_steps(c),
         "faults.verify_step = {c.faults.verify_step} is after the last step (train.steps = "
         "{c.train.steps}); use at most {c.train.steps}",
+    ),
+    Rule(
+        "metrics.memory_snapshot train.steps",
+        lambda c: c.metrics.memory_snapshot <= _known_steps(c),
+        "metrics.memory_snapshot = {c.metrics.memory_snapshot} is after the last step (train.steps "
+        "= {c.train.steps}); use a step of the run",
     ),
     Rule(
         "metrics.profile_start train.steps",
@@ -491,6 +520,12 @@ RANKS: tuple[Rule[Candidate], ...] = (
     Rule("train.global_batch train.micro_batch", passes(lambda c: c.micro_batches)),
     Rule("parallel.high_priority", finds_none(_idle_axes)),
     Rule(
+        "metrics.profile_ranks",
+        lambda c: max(c.config.metrics.profile_ranks, default=0) < c.world_size,
+        "metrics.profile_ranks = {c.config.metrics.profile_ranks} with {c.world_size} ranks; use "
+        "ranks below {c.world_size}",
+    ),
+    Rule(
         "parallel.reduce_by parallel.copy_engines",
         lambda c: c.shards > 1,
         needs="parallel.dp_shard or parallel.cp > 1: no parameters are sharded",
@@ -504,6 +539,13 @@ RANKS: tuple[Rule[Candidate], ...] = (
         ),
         'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
         'in this layout; use "float32", or one micro-batch',
+    ),
+    Rule(
+        "parallel.accumulate_in_matmul parallel.zero parallel.reduce",
+        lambda c: not c.parallel.accumulate_in_matmul or c.sums_micro_batches,
+        "parallel.accumulate_in_matmul needs gradients that are summed over micro-batches before "
+        "their reduction; use it with several micro-batches and zero = 1 or "
+        'parallel.reduce = "step", or leave it out',
     ),
     Rule(
         "parallel.reduce_by parallel.zero parallel.reduce",

@@ -17,7 +17,7 @@ from dtron.data.loader import sequences_of_step
 from dtron.data.mixture import Mixture
 from dtron.data.sources import corpus_of, is_stream, open_all, open_corpus_and_index, prepare
 from dtron.data.tokenizer import load_tokenizer
-from dtron.errors import ArgumentParser, ConfigError, DataError, check_words, nearest
+from dtron.errors import ArgumentParser, ConfigError, DataError, check_words, counted, nearest
 from dtron.io.filesystem import location, read, write_atomically
 
 _TEXT_CHARACTERS = 400
@@ -218,7 +218,7 @@ def _show(config: RunConfig, options: argparse.Namespace) -> None:
             write_atomically(options.page, as_page(title, shown, tokenizer), synced=False)
         except OSError as error:
             raise DataError(f"--page {options.page}: {error.strerror}") from None
-        print(f"{len(shown)} sequences in {options.page}")
+        print(f"{counted(len(shown), 'sequence')} in {options.page}")
         return
     for heading, pieces in shown:
         print(f"{heading}\n{as_text(pieces, tokenizer, _TEXT_CHARACTERS)}\n")

@@ -59,7 +59,7 @@ from dtron.data.stream import (
     join,
 )
 from dtron.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
-from dtron.errors import DataError
+from dtron.errors import DataError, counted
 from dtron.io.filesystem import Location, is_file, location
 from dtron.io.remote_path import UnreachableError
 
@@ -401,8 +401,8 @@ def _open_stream(data: Data, seq_len: int) -> Sources:
     stream, tokenizer = HfStream(data), load_tokenizer(data)
     if data.substreams > stream.n_files:
         raise DataError(
-            f"data.substreams = {data.substreams} is more than the {stream.n_files} files of "
-            f"{stream.name}; use at most as many"
+            f"data.substreams = {data.substreams} is more than the "
+            f"{counted(stream.n_files, 'file')} of {stream.name}; use at most as many"
         )
     texts = held_out_texts(stream, data.validation_fraction)
     encoded = [ids for ids in encode_documents(tokenizer, texts) if len(ids)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtron.errors import ConfigError, OutOfMemoryError
-from dtron.parallelisms.offload import host_memory
+from dtron.parallelisms.host_memory import host_memory
 
 _TEXTS = re.compile("out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.I)
 """Texts of RuntimeErrors of torch's allocators, of CUDA, and of its libraries."""

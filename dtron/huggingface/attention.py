@@ -42,6 +42,7 @@ def mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
@@ -55,12 +56,21 @@ def mask(
         local_size: size of a sliding window or a chunk; None: all earlier keys are seen.
         allow_is_causal_skip: false: more than a causal mask and `local_size`, such as the documents
             of packed sequences, whose `position_ids` restart.
+        use_vmap: whether the model passes a mask function of its own (`or_mask_function` or
+            `and_mask_function`), which transformers evaluates by vmap.
     Returns:
         bool (d, w, 0, 0), empty: d = 1 if allow_is_causal_skip is false, else 0; w = local_size, or
         0 if it hides no key.
     Raises:
-        ConfigError: padding before tokens. Padding after them is seen by no token.
+        ConfigError: a mask function of the model, or padding before tokens. Padding after them is
+            seen by no token.
     """
+    if use_vmap:
+        raise ConfigError(
+            'attn_implementation = "dtron": the model passes or_mask_function or '
+            "and_mask_function, and dtron's kernels know causal masks, windows and documents "
+            'only; use attn_implementation = "sdpa"'
+        )
     if attention_mask is not None and _has_padding_before_tokens(attention_mask):
         raise ConfigError(
             'attn_implementation = "dtron": attention_mask has padding before tokens; pad on the '

@@ -33,20 +33,24 @@ from dtron.config import Lora
 from dtron.errors import nearest
 from dtron.io.safetensors_file import Region
 from dtron.kernels.grouped import grouped_matmul
+from dtron.lora.dora import MAGNITUDE, local, rescale, rescaled
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import FlopsModel
 from dtron.models.router import routers
 from dtron.parallelisms.placement import contains, present
+from dtron.parallelisms.tensor.async_tp import Gathered, communicate
 
-ADAPTERS = ("lora_a", "lora_b")
+FACTORS = ("lora_a", "lora_b")
 """Ends of the FQNs of the factors A and B."""
+ADAPTERS = (*FACTORS, MAGNITUDE)
+"""Ends of the FQNs of all parameters of adapters."""
 Initializer = Callable[[str, Tensor, torch.Generator], None]
 
 
 def is_adapter(fqn: str) -> bool:
-    """Whether a parameter is a factor of an adapter."""
+    """Whether a parameter belongs to an adapter."""
     return fqn.endswith(ADAPTERS)
 
 
@@ -54,7 +58,7 @@ def factors(weight: str) -> tuple[str, str]:
     """Return the FQNs of the factors A and B of the adapter of a weight with this FQN."""
     path, _, name = weight.rpartition(".")
     prefix = f"{path}." if name == "weight" else f"{weight}_"
-    return f"{prefix}{ADAPTERS[0]}", f"{prefix}{ADAPTERS[1]}"
+    return f"{prefix}{FACTORS[0]}", f"{prefix}{FACTORS[1]}"
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,26 @@ class Adapted:
         """FQN that patterns of `lora.modules` select: of the layer, or of the experts' matrix."""
         return self.weight.removesuffix(".weight")
 
+    @property
+    def magnitude(self) -> str:
+        """FQN of the magnitudes of a linear layer, which it has with `lora.dora`."""
+        return f"{self.name}.{MAGNITUDE}"
+
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of A and B."""
         *experts, n, k = self.shape
         return (*experts, rank, k), (*experts, n, rank)
 
-    def n_parameters(self, rank: int) -> int:
-        """Count the elements of A and B."""
-        return sum(map(math.prod, self.shapes(rank)))
+    def parameters(self, settings: Lora) -> dict[str, tuple[int, ...]]:
+        """Return {FQN of a parameter of the adapter: its shape}: A, B and magnitudes, if any."""
+        found = dict(zip(factors(self.weight), self.shapes(settings.rank), strict=True))
+        if settings.dora and len(self.shape) == 2:
+            found[self.magnitude] = self.shape[:1]
+        return found
+
+    def n_parameters(self, settings: Lora) -> int:
+        """Count the elements of the adapter's parameters."""
+        return sum(map(math.prod, self.parameters(settings).values()))
 
 
 def adaptable(model: nn.Module, spec: ModelSpec) -> Iterator[Adapted]:
@@ -134,7 +150,7 @@ def n_adapter_parameters(
     for each in adapters(name, model, settings):
         stacked = active and len(each.shape) == 3
         part = model.experts_per_token / model.n_experts if stacked else 1
-        total += each.n_parameters(settings.rank) * part
+        total += each.n_parameters(settings) * part
     return round(total)
 
 
@@ -176,9 +192,9 @@ def attach(
     for each in chosen(model, spec, settings):
         path, _, matrix = each.weight.rpartition(".")
         module, weight = model.get_submodule(path), model.get_parameter(each.weight)
-        for fqn, shape in zip(factors(each.weight), each.shapes(settings.rank), strict=True):
-            factor = nn.Parameter(weight.detach().new_empty(shape))
-            module.register_parameter(fqn.rpartition(".")[2], factor)
+        for fqn, shape in each.parameters(settings).items():
+            made = nn.Parameter(weight.detach().new_empty(shape))
+            module.register_parameter(fqn.rpartition(".")[2], made)
         module.lora_scale = settings.scale  # type: ignore[assignment]
         if matrix == "weight":
             module.register_forward_hook(_add_to_linear)
@@ -228,11 +244,13 @@ def initializer(fill: Initializer) -> Initializer:
     """Return an initializer that draws A as nn.Linear does, B as zeros, and others with `fill`."""
 
     def filled(fqn: str, full: Tensor, generator: torch.Generator) -> None:
-        if fqn.endswith(ADAPTERS[0]):
+        if fqn.endswith(FACTORS[0]):
             bound = full.shape[-1] ** -0.5
             full.uniform_(-bound, bound, generator=generator)
-        elif fqn.endswith(ADAPTERS[1]):
+        elif fqn.endswith(FACTORS[1]):
             full.zero_()
+        elif fqn.endswith(MAGNITUDE):
+            full.fill_(1.0)  # until `dora.start_magnitudes`, which needs the matrix
         else:
             fill(fqn, full, generator)
 
@@ -240,34 +258,48 @@ def initializer(fill: Initializer) -> Initializer:
 
 
 def _add_to_linear(module: Any, args: tuple, out: Tensor) -> Tensor:
-    """Add the adapter's product to the output (..., N) of a linear layer for x (..., K)."""
-    x, a, b, scale = args[0], module.lora_a, module.lora_b, module.lora_scale
-    if not isinstance(a, DTensor):
-        return low_rank_sum(out, x, a, b, scale)
-    assert isinstance(out, DTensor), "a split layer returns its shard or partial sum as a DTensor"
+    """Add the adapter to the output (..., N) of a linear layer for x (..., K)."""
+    x = args[0]
+    if not isinstance(out, DTensor):
+        return _adapted(module, x, out, False)
     # A rank's gradient of a replicated input is a partial sum, as that of the layer itself.
     placements = [Partial() if each == Replicate() else each for each in x.placements]
-    local = x.to_local(grad_placements=placements)
-    added = low_rank_sum(out.to_local(), local, a.to_local(), b.to_local(), scale)
+    shard = x.to_local(grad_placements=placements)
+    added = _adapted(module, shard, out.to_local(), out.placements == (Partial(),))
     return DTensor.from_local(added, out.device_mesh, out.placements, run_check=False)
 
 
-def low_rank_sum(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return out + scale x a^T b^T: x (..., K), a (rank, K), b (N, rank), out (..., N).
+def _adapted(module: Any, x: Any, out: Tensor, partial: bool) -> Tensor:
+    """Return the output (..., N) of a layer with its adapter, on local tensors.
+
+    Args:
+        x: (..., K); of linears that share a fused all-gather, a `Gathered`.
+        partial: whether `out` is a partial sum over tp.
+    """
+    if isinstance(x, Gathered):
+        x = x.shard
+    narrow = F.linear(x, local(module.lora_a))
+    if not partial and getattr(module, "role", None):  # the layer communicates by itself
+        narrow = communicate(narrow, module)
+    out = low_rank_sum(out, narrow, local(module.lora_b), module.lora_scale)
+    return rescale(module, out, partial) if hasattr(module, MAGNITUDE) else out
+
+
+def low_rank_sum(out: Tensor, narrow: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return out + scale narrow b^T: narrow = A x (..., rank), b (N, rank), out (..., N).
 
     One matmul adds to `out`. It is not among the operators whose results selective recomputation
     keeps, since it is cheap to repeat; so `out` is kept alone.
     """
-    narrow = F.linear(x, a).flatten(0, -2).unsqueeze(0)
-    rows = out.flatten(0, -2).unsqueeze(0)
+    rows, narrow = out.flatten(0, -2).unsqueeze(0), narrow.flatten(0, -2).unsqueeze(0)
     return torch.baddbmm(rows, narrow, b.t().unsqueeze(0), alpha=scale).view(out.shape)
 
 
 def _add_to_experts(experts: Any, name: str, x: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
     """Add the products of the adapters of a matrix to the experts' results: (R, K) -> (R, N)."""
-    if not hasattr(experts, f"{name}_{ADAPTERS[0]}"):
+    if not hasattr(experts, f"{name}_{FACTORS[0]}"):
         return out
-    a, b = (experts.own(f"{name}_{factor}") for factor in ADAPTERS)
+    a, b = (experts.own(f"{name}_{factor}") for factor in FACTORS)
     narrow = grouped_matmul(x, a, offsets) * experts.lora_scale
     return out + grouped_matmul(narrow, b, offsets)
 
@@ -290,17 +322,22 @@ def merging(
         read: (FQN, region) -> a region of a stored weight or factor.
         model: the unsharded model without adapters, on any device.
     """
-    adapted = {each.weight: factors(each.weight) for each in chosen(model, spec, settings)}
+    adapted = {each.weight: each for each in chosen(model, spec, settings)}
 
     def get(fqn: str, region: Region) -> Tensor:
-        own = read(fqn, region)
         if fqn not in adapted:
-            return own
+            return read(fqn, region)
         *experts, n, k = region
-        a, b = adapted[fqn]
-        rank = slice(0, settings.rank)
-        return merged(
-            own, read(a, (*experts, rank, k)), read(b, (*experts, n, rank)), settings.scale
+        each, rank = adapted[fqn], slice(0, settings.rank)
+        rescales = each.magnitude in each.parameters(settings)
+        columns = slice(0, each.shape[-1]) if rescales else k  # a norm is that of a whole row
+        a, b = factors(fqn)
+        whole = merged(
+            read(fqn, (*experts, n, columns)),
+            read(a, (*experts, rank, columns)),
+            read(b, (*experts, n, rank)),
+            settings.scale,
         )
+        return rescaled(whole, read(each.magnitude, (n,)))[:, k] if rescales else whole
 
     return get

@@ -1,9 +1,9 @@
 """Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
 PEFT names the factors of a module M of transformers `base_model.model.M.lora_A.weight` (rank, in)
-and `...lora_B.weight` (out, rank), as dtron's are shaped. So only matrices that transformers has as
-one linear layer of the same layout have names there: not stacked experts, nor layers that
-transformers fuses, transposes or permutes.
+and `...lora_B.weight` (out, rank), and DoRA's magnitudes `...lora_magnitude_vector` (out,), as
+dtron's are shaped. So only matrices that transformers has as one linear layer of the same layout
+have names there: not stacked experts, nor layers that transformers fuses, transposes or permutes.
 
 Source: peft.LoraConfig, PEFT's documentation of the checkpoint format.
 """
@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from dtron.config import Lora
-from dtron.errors import CheckpointError
+from dtron.errors import CheckpointError, counted
 from dtron.io.filesystem import read_json
 from dtron.io.safetensors_file import Region, StoredTensors, full_region, reading
-from dtron.lora.adapters import Adapted, factors
+from dtron.lora.adapters import Adapted
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_weights import locate
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_NAMES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+"""Ends of PEFT's names, in the order of `Adapted.parameters`."""
 _FALSE = (
-    *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"),
+    *("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"),
     *("lora_bias", "target_parameters", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora"),
 )
@@ -54,13 +56,13 @@ def module_of(hf: HuggingFace, adapted: Adapted) -> str:
     return found.theirs.removesuffix(".weight")
 
 
-def tensor_names(hf: HuggingFace, adapted: Iterable[Adapted]) -> dict[str, str]:
-    """Return {FQN of a factor: its name in PEFT's file}; errors: those of `module_of`."""
+def tensor_names(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora) -> dict[str, str]:
+    """Return {FQN of a parameter: its name in PEFT's file}; errors: those of `module_of`."""
     found = {}
     for each in adapted:
         module = module_of(hf, each)
-        for fqn, kind in zip(factors(each.weight), "AB", strict=True):
-            found[fqn] = f"{_PREFIX}{module}.lora_{kind}.weight"
+        for fqn, end in zip(each.parameters(lora), _NAMES, strict=False):
+            found[fqn] = f"{_PREFIX}{module}.{end}"
     return found
 
 
@@ -78,6 +80,7 @@ def config_json(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora, base: s
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -112,13 +115,9 @@ class PeftFolder:
                 "PEFT or dtron convert to-peft has written"
             )
         self._check_config(read_json(path / CONFIG), lora)
-        names = tensor_names(hf, adapted)
-        shapes = {
-            fqn: shape
-            for each in adapted
-            for fqn, shape in zip(factors(each.weight), each.shapes(lora.rank), strict=True)
-        }
-        self.ours = {fqn: _Factor(theirs, shapes[fqn]) for fqn, theirs in names.items()}
+        names = tensor_names(hf, adapted, lora)
+        shapes = {fqn: shape for each in adapted for fqn, shape in each.parameters(lora).items()}
+        self.ours = {fqn: _Factor(names[fqn], shape) for fqn, shape in shapes.items()}
         with reading(self.file):
             stored = StoredTensors(self.file)
             self._tensors = {key: stored.get_slice(key) for key in sorted(stored.keys())}
@@ -135,8 +134,9 @@ class PeftFolder:
             return self._tensors[each.theirs][region or full_region(each.shape)]
 
     def _check_config(self, given: Mapping[str, Any], lora: Lora) -> None:
-        wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rank_stabilized}
-        keys = dict(zip(wanted, ("rank", "alpha", "rank_stabilized"), strict=True))
+        wanted = {"r": lora.rank, "lora_alpha": lora.alpha}
+        wanted |= {"use_rslora": lora.rank_stabilized, "use_dora": lora.dora}
+        keys = dict(zip(wanted, ("rank", "alpha", "rank_stabilized", "dora"), strict=True))
         if given.get("peft_type") != "LORA":
             raise CheckpointError(
                 f"{self.path / CONFIG}: peft_type = {given.get('peft_type')!r} is not LORA"
@@ -176,7 +176,7 @@ class PeftFolder:
         }
         for problem, names in problems.items():
             if names:
-                more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+                more = f" (and {counted(len(names) - 1, 'other')})" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.file}: {names[0]}{more} {problem}; {fix}")
         for name, each in wanted.items():
             if (shape := self._tensors[name].shape) != list(each.shape):

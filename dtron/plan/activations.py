@@ -4,6 +4,7 @@ float8 (`float8_inputs.py`) to the tables of `saved_tensors.py`."""
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dtron.lora.dora import MAGNITUDE
 from dtron.models import model_spec
 from dtron.plan.float8_inputs import FUSED, Float8Block, in_float8
 from dtron.plan.parameters import parameters
@@ -12,11 +13,15 @@ from dtron.plan.saved_tensors import (
     NONE,
     SELECTIVE,
     SavedTensor,
+    Split,
     block,
     of_modules,
     output_gradients,
 )
 from dtron.setup.float8_plan import Float8Plan
+
+_RESULTS: dict[int | None, Split] = {0: "neurons", 1: "none", None: "tokens"}
+"""How tp shards the result of a matrix, by the dim of the matrix that it shards."""
 
 
 def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
@@ -60,11 +65,28 @@ def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
 def _rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     rows, names = _wide_rows(run, layer), run.float8_layers(layer)
     if run.float8 is None or not names:
-        return rows
+        return rows + _not_rescaled(run, layer)
     key = ("float8 rows", run.kind(layer), names)
     if key not in run.memo:
         run.memo[key] = tuple(in_float8(rows, _float8_block(run, layer, run.float8)))
-    return run.memo[key]
+    return run.memo[key] + _not_rescaled(run, layer)
+
+
+def _not_rescaled(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
+    """Return the results of matrices with DoRA before they are rescaled, for the magnitudes.
+
+    Of those that a later operation reads, a compiled block keeps no second copy.
+    """
+    listed = {each.name: each for each in parameters(run, run.kind(layer), layer)}
+    found = []
+    for name, each in listed.items():
+        *path, linear, end = name.split(".")
+        if end == MAGNITUDE:
+            module = linear if path in ([], ["attn"]) else path[-1]
+            split = _RESULTS[listed[f"{name.removesuffix(end)}weight"].split]
+            eager = None if linear in ("wo", "down") else True
+            found.append(SavedTensor(module, each.shape[0], split, eager=eager))
+    return tuple(found)
 
 
 def _float8_block(run: Resolved, layer: int, chosen: Float8Plan) -> Float8Block:

@@ -17,7 +17,7 @@ from dtron.config import RunConfig
 from dtron.data import Loader, TrainingSource
 from dtron.data.inspection import measured_rate
 from dtron.data.mixture import Mixture
-from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words
+from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words, counted
 from dtron.models import model_spec
 from dtron.models.contract import check_family
 from dtron.plan.automatic import of_hardware, of_place
@@ -117,7 +117,8 @@ def main(arguments: Sequence[str]) -> int:
         _tell(given, f"the page is written to {given.page}")
     elif given.page:
         _tell(given, "--page: no page is written, since the layout is not legal")
-    _tell(given, f"planned for {given.world_size} GPUs (--world-size), {row.name} (--hardware)")
+    gpus = counted(given.world_size, "GPU")
+    _tell(given, f"planned for {gpus} (--world-size), {row.name} (--hardware)")
     if given.json:
         print(json.dumps(found, indent=1))
     else:
@@ -189,7 +190,7 @@ def dry_run(config: RunConfig, name: str) -> int:
         if found["legal"]:
             print(
                 "all checks of the run's start passed, also of data and tokenizer; "
-                f"{place.world_size} ranks"
+                f"{counted(place.world_size, 'rank')}"
             )
         if mixture:
             print(f"mixture: {mixture}")

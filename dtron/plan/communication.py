@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
+from dtron.lora.adapters import FACTORS
+from dtron.lora.dora import MAGNITUDE
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations, muon
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, gathered_bytes, held, unit, units
+from dtron.plan.parameters import Unit, gathered_bytes, held, parameters, unit, units
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
 
@@ -191,6 +193,8 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             yield made("reduce_scatter", width, again)
 
     yield from _shared_heads(run, stage, domain)
+    for kind, size, count in _adapters(run, stage, repeats):
+        yield Collective("tp", kind, size, count * m, "tp", ranks, inside)
     for mixture in (False, True):
         layers = [i for i in stage.layers if run.has_experts(i) == mixture]
         again = sum(run.recomputes_whole(i) for i in layers) * repeats
@@ -228,6 +232,30 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
     for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
         count = 2 * (len(layers) + times) * run.micro_batches
         yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
+
+
+def _adapters(run: Resolved, stage: Stage, repeats: bool) -> Iterator[tuple[str, float, float]]:
+    """Yield (kind, bytes, number) of the collectives over tp of adapters in each micro-batch.
+
+    With DoRA, the norms of rows of each matrix whose columns tp splits, and with async TP the
+    product of A and the input.
+
+    Args:
+        repeats: whether a recomputed layer repeats collectives of its matmuls.
+    """
+    narrow = float(run.config.lora.rank * run.tokens * run.element)
+    for layer in stage.layers:
+        listed = parameters(run, run.kind(layer), layer)
+        splits = {each.name.removesuffix(".weight"): each.split for each in listed}
+        for each in listed:
+            module, _, name = each.name.rpartition(".")
+            again = run.recomputes(layer, module.partition(".")[0])
+            if name == MAGNITUDE and splits[module] == 1:
+                yield "all_reduce", each.shape[0] * max(4.0, run.element), 1 + again
+            if name == FACTORS[0] and run.config.parallel.async_tp and splits[module] is not None:
+                ahead, back = ("all_gather", "reduce_scatter")[:: -1 if splits[module] else 1]
+                yield ahead, narrow, 1 + (again and repeats)
+                yield back, narrow, 1
 
 
 _ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))

@@ -66,6 +66,7 @@ def refusals(config: RunConfig) -> list[str]:
             config.float8.recipe
         ),
         "recompute.offload: it copies on streams, which CPUs do not have": config.recompute.offload,
+        "optim.offload: it copies on streams, which CPUs do not have": config.optim.offload > 0,
         f"optim.name = {config.optim.name}: its update reads values, which a trace does not have": (
             config.optim.name == "adamw8bit" or config.optim.name not in MOMENTS
         ),

@@ -32,7 +32,7 @@ from dtron.float8.casting import quantize
 from dtron.float8.products import product as float8_product
 from dtron.float8.products import why_emulated
 from dtron.float8.recipes import RECIPES
-from dtron.parallelisms.offload import host_memory
+from dtron.parallelisms.host_memory import host_memory
 from dtron.plan.hardware import Hardware, adapters, hops, moved
 from dtron.run.process import Place, environment_integer
 

@@ -1,7 +1,7 @@
 """Memory of each pipeline rank: bytes by class at the peak of a step, and reserved bytes.
 
     parameters   shards of the float32 master weights
-    optimizer    shards of the moments, allocated in the first update
+    optimizer    shards of the moments, allocated in the first update; not those in host memory
     gathered     weights in the dtype of computation: all weights with zero 1 and 2 or without
                  sharding, else the weights of the unit that computes
     gradients    float32 shards, or unsharded sums over micro-batches; an embedding's gradient has
@@ -29,6 +29,7 @@ from dtron.plan import activations, replay
 from dtron.plan.allocator import Expandable
 from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
+from dtron.plan.offloaded_states import bytes_on_host
 from dtron.plan.parameters import Unit, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
@@ -115,27 +116,33 @@ def worst(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def offloaded_by_host(run: Resolved, hardware: Hardware) -> float:
-    """Return the maximum bytes of host memory for the offloaded activations of a host's ranks."""
+    """Return the maximum bytes of host memory for what a host's ranks offload."""
+    return offloaded(run) * min(hardware.host, run.world_size)
+
+
+def offloaded(run: Resolved) -> float:
+    """Return the maximum bytes of host memory for a rank's offloaded activations and moments."""
+    ranks = range(run.degrees["pp"])
+    return max(_offloaded_activations(run, rank) + bytes_on_host(run, rank) for rank in ranks)
+
+
+def _offloaded_activations(run: Resolved, rank: int) -> float:
     if not run.config.recompute.offload:
         return 0.0
-    most = 0.0
-    for rank in range(run.degrees["pp"]):
-        flying = in_flight(run, rank)
-        kept = {
-            stage.index: sum(sum(activations.kept(run, layer).values()) for layer in stage.layers)
-            for stage in run.stages_of(rank)
-        }
-        most = max(most, sum(times * kept[stage] for stage, times in flying.items()))
-    return most * min(hardware.host, run.world_size)
+    kept = {
+        stage.index: sum(sum(activations.kept(run, layer).values()) for layer in stage.layers)
+        for stage in run.stages_of(rank)
+    }
+    return sum(times * kept[stage] for stage, times in in_flight(run, rank).items())
 
 
 def fits(run: Resolved, ranks: Sequence[RankMemory], hardware: Hardware) -> bool:
-    """Whether the fullest rank fits its device, and offloaded activations fit their host."""
+    """Whether the fullest rank fits its device, and what is offloaded fits its host."""
     return worst(ranks).reserved <= hardware.room and _host_fits(run, hardware)
 
 
 def _host_fits(run: Resolved, hardware: Hardware) -> bool:
-    """Whether offloading leaves a twentieth of host memory free (`dtron.parallelisms.offload`)."""
+    """Whether offloading leaves a twentieth of host memory free, as `HostPool` requires."""
     return offloaded_by_host(run, hardware) <= hardware.host_memory * 19 / 20
 
 
@@ -151,6 +158,7 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     classes["optimizer"] = float(
         sum(run.config.optim.state_bytes(hidden=False)) * (trained - hidden)
         + sum(run.config.optim.state_bytes(hidden=True)) * hidden
+        - bytes_on_host(run, rank)
     )
     summed = run.reduce_element * gradients if run.times_reduced < run.micro_batches else 0
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))

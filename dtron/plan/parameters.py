@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtron.config import Lora
+from dtron.float8.recipes import RECIPES
 from dtron.lora.adapters import attach, is_adapter
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
@@ -41,7 +42,7 @@ class Parameter:
         partial: whether its gradient is a partial sum on each tp rank.
         hidden: whether it is a trained matrix that Muon would update.
         trained: whether it has a gradient; with adapters, only these have.
-        adapter: whether it is a factor of an adapter.
+        adapter: whether it belongs to an adapter.
     """
 
     name: str
@@ -89,6 +90,8 @@ class Unit:
     columns: int = 0
     """Elements of `gathered` that FSDP shards on another dim than dim 0. FSDP copies these elements
     once more after an all-gather and before a reduction."""
+    added: int = 0
+    """Elements of `trained_gathered` whose gradient the matmul adds to a sum of micro-batches."""
 
     @property
     def dense(self) -> tuple[int, int]:
@@ -118,20 +121,20 @@ Parts = dict[str, tuple[Parameter, ...]]
 
 @functools.lru_cache(maxsize=64)
 def parts(
-    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, rank: int = 0
+    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, lora: Lora = Lora()
 ) -> Parts:
     """List the parameters of each part of a model; a tied weight is in both embedding and head.
 
     Args:
-        rank: `lora.rank`; all matrices that can have adapters are listed with them.
+        lora: its `rank` and `dora` count; all matrices that can have adapters are listed with them.
     """
     spec, small = model_spec(name), _smallest(model)
     with torch.device("meta"):
         built = build_model(
             name, small.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
         )
-    if rank:
-        attach(built, spec, Lora(rank=rank))
+    if lora.rank:
+        attach(built, spec, lora)
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
     made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
     splits = _splits(built, made.rows)
@@ -205,7 +208,7 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
     Args:
         layer: index of a block; None for embedding and head.
     """
-    key = (part, run.gathered_in_float8(layer), run.adapters(layer))
+    key = (part, run.float8_layers(layer), run.adapters(layer))
     if key not in run.memo:
         run.memo[key] = _unit(run, part, layer)
     return replace(run.memo[key], name=name)
@@ -219,13 +222,14 @@ def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
 
 
 def _parts(run: Resolved) -> Parts:
-    split, rank = run.config.parallel.sequence_parallel, run.config.lora.rank
-    return parts(run.config.model.name, run.model, run.tp, split, rank)
+    split, lora = run.config.parallel.sequence_parallel, run.config.lora
+    every = Lora(rank=lora.rank, dora=lora.dora)
+    return parts(run.config.model.name, run.model, run.tp, split, every)
 
 
 def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
     """Return the numbers of elements of one parameter as a Unit."""
-    sizes = _sizes(run, parameter, layer)
+    sizes = _sizes(run, part, parameter, layer)
     return Unit(
         "root",
         part,
@@ -244,6 +248,7 @@ def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None 
         sizes.shard * sizes.narrow,
         sizes.shard * sizes.hidden,
         sizes.gathered * sizes.columns,
+        sizes.gathered * sizes.added,
     )
 
 
@@ -271,15 +276,34 @@ class Sizes:
     """Whether it is a trained matrix that Muon would update."""
     trained: bool
     """Whether the parameter has a gradient."""
+    added: bool
+    """Whether the matmul of its gradient adds to the sum over micro-batches."""
 
 
-def _sizes(run: Resolved, parameter: Parameter, layer: int | None) -> Sizes:
+def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
     shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
     columns = dim > 0 and ranks > 1
-    kind = parameter.hidden, parameter.trained
+    added = not columns and _adds_in_matmul(run, part, parameter, layer)
+    kind = parameter.hidden, parameter.trained, added
     return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, *kind)
+
+
+def _adds_in_matmul(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> bool:
+    """Whether a parameter is a linear's weight on which `parallel.accumulate_in_matmul` acts.
+
+    Embeddings have no matmul, not even tied ones here; a chunked head adds up its own gradient;
+    float8 matmuls and grouped matmuls cannot add to a float32 sum.
+    """
+    linear = len(parameter.shape) == 2 and parameter.trained and not parameter.expert
+    if not run.config.parallel.accumulate_in_matmul or not linear or part == "embedding":
+        return False
+    if part == "head" and run.config.train.loss_chunks > 1:
+        return False
+    recipe = run.config.float8.recipe
+    narrow = bool(recipe) and RECIPES[recipe].grad_weight is not None
+    return not (narrow and parameter.name.removesuffix(".weight") in run.float8_layers(layer))
 
 
 def local_shapes(run: Resolved, parameter: Parameter) -> tuple[list[int], list[int], int, int]:
@@ -357,7 +381,7 @@ def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
 
     `layer`: index of a block; None: without adapters.
     """
-    return [_sizes(run, parameter, layer) for parameter in parameters(run, kind, layer)]
+    return [_sizes(run, kind, parameter, layer) for parameter in parameters(run, kind, layer)]
 
 
 def gathered_bytes(run: Resolved, unit: Unit) -> tuple[tuple[int, int], tuple[int, int]]:

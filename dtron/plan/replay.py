@@ -20,7 +20,8 @@
     offloaded  a block's kept tensors are freed when the next block is done, and loaded while the
                next block is in backward, as in `dtron.parallelisms.offload`
     update     the first step allocates moments from blocks that activations left free. Activations
-               of the second step do not find these blocks, and more memory is reserved
+               of the second step do not find these blocks, and more memory is reserved. Moments
+               in host memory are on the device a few buckets at a time
 
 Three steps are enough: later steps reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
@@ -38,6 +39,7 @@ from dtron.parallelisms.pipeline.lowering import add_reductions
 from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
+from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
 from dtron.plan.parameters import sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
@@ -61,7 +63,8 @@ class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
     weights: list[int]
-    """Size of each trained parameter's unsharded gradient, in the dtype of computation."""
+    """Size of each trained parameter's unsharded gradient, in the dtype of computation; without
+    those of `added`."""
     columns: list[bool]
     """Whether each of `weights` is sharded on another dim than dim 0, and so copied once more."""
     sent: int
@@ -80,6 +83,10 @@ class _ParameterGroup:
     """Gathered weights that are allocated."""
     summed: list[Block] = field(default_factory=list)
     """Gradients summed over micro-batches, in the dtype of reductions."""
+    added: list[int] = field(default_factory=list)
+    """Sizes of the sums to which matmuls add weight gradients, in the dtype of reductions."""
+    added_sums: list[Block] = field(default_factory=list)
+    """The sums of `added` that are allocated."""
     given: list[Block] = field(default_factory=list)
     """Summed gradients that are not reduced, for the optimizer; only with split backwards."""
 
@@ -128,6 +135,7 @@ class _UnitMemory:
             if group.shared and not any((*group.columns, *group.gathered_columns)):
                 gathered, total = sum(group.gathered or group.weights), sum(group.weights)
                 group.weights, group.columns = ([total], [False]) if total else ([], [])
+                group.added = [sum(group.added)] if group.added else []
                 group.gathered, group.gathered_columns = [gathered], [False]
 
 
@@ -152,6 +160,7 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
         replay.step()
         if step == 0:
             replay.take_moments()
+        replay.update_offloaded()
         replay.drop_gradients()
     return replay.pool.reserved
 
@@ -186,6 +195,7 @@ def _replay_joined(replay: "_Replay") -> None:
     replay.take_weights()
     replay.take_moments()
     replay.step()
+    replay.update_offloaded()
 
 
 class _Replay:
@@ -224,6 +234,11 @@ class _Replay:
         for unit in (unit for listed in self.stages.values() for unit in listed):
             self._take(unit.moments, "optimizer")
 
+    def update_offloaded(self) -> None:
+        """Copy moments of host memory to the device and back."""
+        size = int(bytes_of_buckets(self.run, self.rank))
+        self._free(self._take([size] if size else [], "working"))
+
     def _shards(self) -> list[int]:
         return [n for listed in self.stages.values() for unit in listed for n in unit.shards]
 
@@ -248,8 +263,8 @@ class _Replay:
     def drop_gradients(self) -> None:
         """Free gradients that were not reduced, after an update."""
         for group in (g for listed in self.stages.values() for unit in listed for g in unit.groups):
-            self._free([*group.summed, *group.given])
-            group.summed, group.given = [], []
+            self._free([*group.summed, *group.given, *group.added_sums])
+            group.summed, group.given, group.added_sums = [], [], []
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         listed = self.stages[stage]
@@ -349,11 +364,12 @@ class _Replay:
                     continue
                 if last or not self.keep:
                     self._reshard(group)
+                summed = group.summed + group.added_sums
                 if group.given:
-                    self._free(group.summed)
+                    self._free(summed)
                 else:
-                    group.given = group.summed
-                group.summed = []
+                    group.given = summed
+                group.summed, group.added_sums = [], []
 
     def _unload(self, call: _SavedByCall) -> None:
         """Free the tensors that the previous block has copied to the host."""
@@ -418,6 +434,7 @@ class _Replay:
             self._free(made)
             made, group.summed = group.summed, []
             n_bytes = [_wide(self.run, size) for size in n_bytes]
+        made, group.added_sums = made + group.added_sums, []
         if last or not self.keep:
             self._reshard(group)
         if self.pending is not None:
@@ -453,7 +470,11 @@ class _Replay:
         group.out = []
 
     def _make_gradients(self, unit: _UnitMemory) -> list[list[Block]]:
-        return [self._take(group.weights, "gradients") for group in unit.groups]
+        made = []
+        for group in unit.groups:
+            group.added_sums = group.added_sums or self._take(group.added, "gradients")
+            made.append(self._take(group.weights, "gradients"))
+        return made
 
     def _take(self, sizes: list[int], kind: str) -> list[Block]:
         return [self.pool.take(size, kind) for size in sizes if size]
@@ -493,7 +514,7 @@ def _wide(run: Resolved, size: int) -> int:
 
 def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
     found, layers = [], iter(stage.layers)
-    every = units(run, stage)
+    every, trained = units(run, stage), iter(trained_shards(run, stage))
     for place, unit in enumerate(every):
         is_layer = unit.kind not in ("embedding", "head")
         layer = next(layers) if is_layer else -1
@@ -519,9 +540,8 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             stays,
             moments=[
                 round(n.shard * size)
-                for n in each_size
-                if n.trained
-                for size in optim.state_bytes(n.hidden)
+                for n, on_host in next(trained)
+                for size in (optim.average_bytes() if on_host else optim.state_bytes(n.hidden))
             ],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
@@ -575,20 +595,23 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
         own = [each for each in sizes(run, kind, layer) if each.separate == separate]
         trained = [each for each in own if each.trained]
         whole = sum(each.gathered for each in trained)
-        weights = [run.element * each.gathered for each in trained]
-        gathered = [each.gathered * (1 if each.narrow else run.element) for each in own]
+        made = [each for each in trained if not each.added]
+        weights = [run.element * each.gathered for each in made]
         ranks = run.experts["edp_shard"] if separate else run.shards
+        copied = own if ranks > 1 else trained  # one rank uses frozen weights as they are stored
+        gathered = [each.gathered * (1 if each.narrow else run.element) for each in copied]
         if own:
             found.append(
                 _ParameterGroup(
                     weights,
-                    [each.columns for each in trained],
+                    [each.columns for each in made],
                     sent=run.sent_element * whole,
                     shared=ranks > 1,
                     alone=run.keeps_experts if separate else run.keeps_dense,
                     shard=4 * sum(each.shard for each in trained),
                     gathered=gathered,
-                    gathered_columns=[each.columns for each in own],
+                    gathered_columns=[each.columns for each in copied],
+                    added=[run.reduce_element * each.gathered for each in trained if each.added],
                 )
             )
     return found

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtron.config import RunConfig, fields
+from dtron.errors import counted
 from dtron.plan.search import SearchResult
 
 GIB, MIB = 2**30, 2**20
@@ -153,7 +154,7 @@ def costs(cost: dict[str, float]) -> str:
     tokens, unit = (cost["tokens"] / 1e12, "T") if large else (cost["tokens"] / 1e9, "B")
     steps = round(cost["steps"])
     return (
-        f"{number(tokens)} {unit} tokens: {steps:,} step{'s' * (steps != 1)}, "
+        f"{number(tokens)} {unit} tokens: {counted(steps, 'step')}, "
         f"{number(cost['days'])} days, {number(cost['gpu_hours'])} GPU-hours, without "
         "restarts and validation"
     )

@@ -7,7 +7,7 @@ from typing import Any
 from dtron.config import DEGREES, ExpertDegree, RunConfig
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
-from dtron.lora.adapters import adapters, factors, flops_model
+from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig
 from dtron.models.flops import flops_per_token
@@ -280,7 +280,7 @@ class Resolved(Candidate):
                 block = model_spec(name).layer.format(layer) + "."
                 own = [x for x in adapters(name, self.model, lora) if x.weight.startswith(block)]
                 found = frozenset(
-                    fqn.removeprefix(block) for each in own for fqn in factors(each.weight)
+                    fqn.removeprefix(block) for each in own for fqn in each.parameters(lora)
                 )
             self.memo[key] = found
         return self.memo[key]

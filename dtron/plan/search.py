@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dtron.config import RunConfig
-from dtron.errors import ConfigError
+from dtron.errors import ConfigError, counted
 from dtron.models.config import DecoderConfig
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
@@ -141,9 +141,9 @@ def search(
     if not best:
         limit = hardware.room / (1 - headroom)
         raise ConfigError(
-            f"--search found no legal layout of {world} GPUs that fits {limit / 2**30:.0f} GiB, "
-            f"of which --headroom leaves {headroom:.0%} free ({space.progress()}); use more GPUs, "
-            "or another train.global_batch"
+            f"--search found no legal layout of {counted(world, 'GPU')} that fits "
+            f"{limit / 2**30:.0f} GiB, of which --headroom leaves {headroom:.0%} free "
+            f"({space.progress()}); use more GPUs, or another train.global_batch"
         )
     seen = [found.point for found in best]
     for entry in sorted(space.queue):
@@ -485,6 +485,7 @@ def _least_bytes(
     frozen = config.lora.rank > 0  # adapters are small
     whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
     moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
+    moments *= 1 - config.optim.offload
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]

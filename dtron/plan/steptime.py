@@ -37,9 +37,11 @@ from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, to
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
 from dtron.plan.muon import newton_schulz
+from dtron.plan.offloaded_states import bytes_of_buckets, bytes_on_host
 from dtron.plan.parameters import by_keeping, gathered_bytes, held, reductions, units
 from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
+from dtron.training.optim.offloaded import ON_DEVICE
 
 COPIED = 0.1
 """Fraction of its time that an overlapped collective adds to the step if copy engines run it.
@@ -372,6 +374,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     Gradients that are not reduced (`bypass_reduction` of
     `dtron.parallelisms.fsdp.torch_internals`) are cast to float32 and added to those of earlier
     micro-batches; if they wait for the last micro-batch, they are added without a cast.
+    A matmul that adds a gradient to the sum writes the sum instead of the gradient, and from the
+    second micro-batch on also reads it.
     """
     m, policy, sums = run.micro_batches, run.policy, run.reduce_element
     summed = run.times_reduced < m
@@ -381,6 +385,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
         gradient = m * (run.element + (run.element if run.exchanges else sums))
     later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
     kept = run.element + 4 + (m - 1) * later
+    in_matmul = m * (sums - run.element) + (m - 1) * sums
+    in_matmul += 0 if run.keeps_dense else 2 * sums
     turned = 2 * (sums if summed else m * run.element)
     found = 0.0
     for stage in run.stages_of(rank):
@@ -393,6 +399,8 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                 else:  # cast, and kept until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * weight + trained * (kept if keeps else gradient)
+            if summed:
+                found += unit.added * (in_matmul - (kept if run.keeps_dense else gradient))
             found += unit.columns * 2 * times * run.element
             found += unit.columns * turned if not run.frozen else 0
             found -= 2 * times * (run.element - 1) * unit.narrow
@@ -413,7 +421,17 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
-    return moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    own = moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    return max(own, _moments_copied(run, rank, hardware))
+
+
+def _moments_copied(run: Resolved, rank: int, hardware: Hardware) -> float:
+    """Seconds of copies of moments from and to the host, which overlap each other and the update.
+
+    The first bucket is copied in before any is copied out.
+    """
+    copied = bytes_on_host(run, rank) + bytes_of_buckets(run, rank) / ON_DEVICE
+    return copied / hardware.host_link
 
 
 def timeline(run: Resolved, hardware: Hardware) -> Timeline:

@@ -11,7 +11,7 @@
     begun            torchrun's id of the job that is training; removed at the end
     hangs/step-N/    stacks of each rank, if a step did not end
     tensorboard/  wandb/  wandb-id  mlflow.db  mlflow-id    logs of trackers, and their runs
-    checkpoints/  trace/
+    checkpoints/  trace/  memory/
 
 A run that resumes from a checkpoint in its directory continues these files. Any other start first
 renames the files of the earlier run (metrics-1.jsonl, checkpoints-1, ...).
@@ -42,6 +42,7 @@ _OUTPUTS = (
     "mlflow-id",
     "checkpoints",
     "trace",
+    "memory",
     "hangs",
 )
 
@@ -62,6 +63,7 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.trace = self.path / "trace"
+        self.memory = self.path / "memory"
         self.run_json = self.path / "run.json"
         self.steps_json = self.path / "steps.json"
         self.begun = self.path / "begun"

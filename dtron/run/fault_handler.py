@@ -36,6 +36,8 @@ class FaultHandler:
         self.watchdog = Watchdog(0, hangs, place.rank, place.world_size)
         self._modules: Mapping[nn.Module, str] = {}
         self._step: Callable[[], int] = int
+        self.out_of_memory: Callable[[], None] = lambda: None
+        """Called before a failed allocation is explained."""
 
     @contextlib.contextmanager
     def watching(self, phase: str) -> Iterator[None]:
@@ -108,6 +110,8 @@ class FaultHandler:
             return None
         if not failure.claim():
             return PeerError(PEER_FAILED, stop.terminated)
+        with contextlib.suppress(OSError):  # the run directory's disk may be full
+            self.out_of_memory()
         where = f"step {self._step() + 1}" if self._modules else "building the model"
         return memory.explain(error, f"rank {self.place.rank}, {where}", self._modules)
 

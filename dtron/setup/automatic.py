@@ -224,6 +224,19 @@ CHOICES = (
         ),
         "tp is inside a host",
     ),
+    # "Weight gradients added in the matmul": 7 to 12% of each weight gradient's matmul and sum.
+    # After async_tp: layers that overlap the matmul of the weight gradient keep it separate.
+    Choice(
+        "parallel.accumulate_in_matmul",
+        (True,),
+        lambda c: (
+            c.run.micro_batches > 1
+            and (c.run.parallel.reduces_once(c.run.shards > 1) or c.run.splits_backward)
+            and c.run.train.dtype == "bfloat16"
+            and not (c.run.parallel.async_tp or c.run.config.lora.rank)
+        ),
+        "gradients of several micro-batches are summed",
+    ),
 )
 
 

@@ -1,19 +1,28 @@
-"""Parameters with their own learning rate or weight decay: `optim.groups`.
+"""Checks of the optimizer's parameters: `optim.groups`, and shards of AdamW with 8-bit moments.
 
-A pattern matches a parameter's FQN, or the FQN of a module that contains it.
+A pattern of `optim.groups` matches a parameter's FQN, or the FQN of a module that contains it.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
-from dtron.config import OptimGroup
+from dtron.config import Lora, OptimGroup
 from dtron.errors import nearest
-from dtron.models import build_model
+from dtron.lora.adapters import attach
+from dtron.models import build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
-from dtron.parallelisms.placement import contains
+from dtron.parallelisms.expert.expert_parallel import WIDTHS
+from dtron.parallelisms.placement import LOW_RANK, contains, matches
+
+BLOCK = 256
+"""Elements of a row that share a scale in moments of 8 bits."""
+_SMALL = 4096
+"""Parameters with fewer elements have float32 moments, as in torchao and bitsandbytes."""
 
 
 def group_of(fqn: str, groups: Sequence[OptimGroup]) -> OptimGroup | None:
@@ -48,8 +57,43 @@ def idle_groups(groups: Sequence[OptimGroup], names: Callable[[], Sequence[str]]
 @functools.lru_cache(maxsize=8)  # a search of layouts asks for each
 def parameter_names(name: str, model: DecoderConfig) -> tuple[str, ...]:
     """Return the FQNs of all parameters of the model `name`."""
+    return tuple(fqn for fqn, _ in _built(name, model).named_parameters())
+
+
+def _built(name: str, model: DecoderConfig) -> nn.Module:
     with torch.device("meta"):
-        built = build_model(
+        return build_model(
             name, model.model_copy(update={"attention_dropout": 0.0}), BACKENDS["math"]
         )
-    return tuple(fqn for fqn, _ in built.named_parameters())
+
+
+def has_8bit_moments(shape: Sequence[int]) -> bool:
+    """Whether AdamW8bit keeps moments of 8 bits of a parameter of this unsharded shape."""
+    return len(shape) > 0 and math.prod(shape) >= _SMALL and shape[-1] % BLOCK == 0
+
+
+@functools.lru_cache(maxsize=8)
+def split_rows(name: str, model: DecoderConfig, lora: Lora) -> tuple[tuple[str, str, int], ...]:
+    """List the parameters with 8-bit moments whose rows tp or etp splits.
+
+    Returns:
+        (FQN, "tp" or "etp", unsharded length of a row) of each.
+    """
+    built, spec = _built(name, model), model_spec(name)
+    if lora.rank:
+        attach(built, spec, lora)
+    rowwise = [p for p, row in spec.placements(model, True).items() if row.kind == "rowwise"]
+    found = []
+    for fqn, parameter in built.named_parameters():
+        path, _, end = fqn.rpartition(".")
+        if not parameter.requires_grad or not has_8bit_moments(parameter.shape):
+            continue
+        if contains(spec.experts, fqn):
+            axis = "etp" if WIDTHS.get(end) == 2 else ""
+        else:
+            linear = isinstance(built.get_submodule(path), nn.Linear)
+            by_columns = linear and any(matches(pattern, path) for pattern in rowwise)
+            axis = "tp" if by_columns and LOW_RANK["rowwise"].get(end, 1) == 1 else ""
+        if axis:
+            found.append((fqn, axis, parameter.shape[-1]))
+    return tuple(found)

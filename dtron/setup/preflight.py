@@ -37,7 +37,7 @@ from dtron.data import (
 from dtron.data.corpus.cache import STALE_SECONDS
 from dtron.data.mixture import Mixture
 from dtron.data.packing import Shuffled
-from dtron.errors import ConfigError, cause_of
+from dtron.errors import ConfigError, cause_of, counted
 from dtron.faults.memory import check_host_memory, size
 from dtron.lora.adapters import adapters, n_adapter_parameters
 from dtron.lora.peft import PeftFolder
@@ -159,7 +159,8 @@ def _with_steps_of_tokens(config: RunConfig) -> RunConfig:
             f"train.tokens = {train.tokens} are {steps} steps of {each} tokens; the limit is "
             f"{MAX_STEPS} steps"
         )
-    log.info("train.tokens = %s: %d steps of %s tokens", f"{train.tokens:,}", steps, f"{each:,}")
+    shown = f"{train.tokens:,}", counted(steps, "step"), counted(each, "token")
+    log.info("train.tokens = %s: %s of %s", *shown)
     return config.changed(train={"tokens": 0, "steps": steps})
 
 
@@ -174,9 +175,8 @@ def _with_steps(config: RunConfig, source: TrainingSource, place: Place) -> RunC
     steps = max(1, math.ceil(epochs * length / batch))
     config = config.changed(train={"epochs": 0.0, "steps": steps})
     refuse(broken_settings(Candidate(config, place.world_size)))
-    log.info(
-        "train.epochs = %g: %d steps of %d sequences; an epoch has %d", epochs, steps, batch, length
-    )
+    shown = counted(steps, "step"), counted(batch, "sequence"), length
+    log.info("train.epochs = %g: %s of %s; an epoch has %d", epochs, *shown)
     return config
 
 

@@ -17,7 +17,7 @@ from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
-from dtron.lora.adapters import adapters, factors, wrong_modules
+from dtron.lora.adapters import adapters, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
@@ -32,7 +32,7 @@ from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
 from dtron.parallelisms.placement import Row, contains
 from dtron.setup.float8_plan import Float8Plan, plan_float8
-from dtron.setup.optim_groups import idle_groups, parameter_names
+from dtron.setup.optim_groups import BLOCK, idle_groups, parameter_names, split_rows
 from dtron.setup.versions import release
 
 
@@ -560,6 +560,11 @@ def _lora_modules(run: ModelCandidate) -> Iterator[str]:
             f"lora.rank = {lora.rank} is not a multiple of 8, which grouped matmuls of experts in "
             "bfloat16 need; use such a rank, or lora.modules without experts"
         )
+    if experts and lora.dora:
+        yield (
+            "lora.dora = true with adapters of experts: only linear layers have magnitudes; use "
+            "lora.modules without experts, such as blocks.*.attn, or leave lora.dora out"
+        )
     for rank, patterns in enumerate(_modules_of_ranks(run)):
         if not any(contains(pattern, each.name) for pattern in patterns for each in found):
             yield (
@@ -583,12 +588,29 @@ def _trained_names(run: ModelCandidate) -> Sequence[str]:
     if not run.config.lora.rank:
         return parameter_names(run.config.model.name, run.model)
     found = adapters(run.config.model.name, run.model, run.config.lora)
-    return [fqn for each in found for fqn in factors(each.weight)]
+    return [fqn for each in found for fqn in each.parameters(run.config.lora)]
+
+
+def _narrow_blocks(run: ModelCandidate) -> Iterator[str]:
+    """Yield an error if a rank's rows are not whole blocks of AdamW's 8-bit moments."""
+    ranks = {"tp": run.parallel.tp, "etp": run.parallel.etp}
+    if run.config.optim.name != "adamw8bit" or max(ranks.values()) == 1:
+        return
+    for fqn, axis, width in split_rows(run.config.model.name, run.model, run.config.lora):
+        n = ranks[axis]
+        if width % (n * BLOCK) and width % n == 0:
+            legal = [str(i) for i in range(1, n) if width % (i * BLOCK) == 0]
+            yield (
+                f'optim.name = "adamw8bit" with parallel.{axis} = {n}: rows of {fqn} have '
+                f"{width // n} elements on a rank, not a multiple of {BLOCK}; use "
+                f"parallel.{axis} = {' or '.join(legal)}, or another optim.name"
+            )
+            return
 
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
-    Rule("lora.modules lora.rank parallel.pp train.dtype", finds_none(_lora_modules)),
+    Rule("lora.modules lora.rank lora.dora parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
         "lora.rank model.override",
         lambda c: c.config.lora.rank <= c.model.dim,
@@ -601,6 +623,7 @@ LAYERS: tuple[Rule[ModelCandidate], ...] = (
         "model.override.bias_speed has no effect with lora.rank = {c.config.lora.rank}: biases of "
         "routers are frozen; leave it out",
     ),
+    Rule("optim.name parallel.tp parallel.etp", finds_none(_narrow_blocks)),
     Rule(
         "optim.groups lora.rank model.name",
         finds_none(lambda c: idle_groups(c.config.optim.groups, lambda: _trained_names(c))),
@@ -637,7 +660,7 @@ def setting_warnings(config: RunConfig) -> Iterator[str]:
             yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'
 
 
-_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload"
+_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload optim.offload"
 
 
 def _without_gpus(run: MachineCandidate) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dtron.config import RunConfig
 from dtron.float8.delayed import DelayedScales
 from dtron.lora import adapters
+from dtron.lora.dora import start_magnitudes
 from dtron.models import build_model, model_spec
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
@@ -73,6 +74,7 @@ class ModelBuilder:
         if self.config.lora.rank:
             embedding, *_ = model_spec(self.config.model.name).embedding(self.setup.config)
             adapters.train_from(embedding, applied.parts.values())
+            start_magnitudes(applied.parts.values())
         policy = Policy.of(self.config.parallel, self.mesh)
         execution = build_execution(applied, self.setup.layout, self.mesh, policy)
         return ParallelModel(applied, execution, self.mesh, self.loss(applied))

@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dtron.config import Compile
+from dtron.kernels.accumulate import multiply_into
 from dtron.parallelisms.functional_collectives import all_reduce, wait_tensor
 
 IGNORE = -100
@@ -266,10 +267,8 @@ def _add_chunk(
     losses = per_chunk(grad[:, :columns], labels, factor, True)
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
-    if grad_weight is not None and grad_weight.dtype == grad.dtype:
-        grad_weight.addmm_(grad.t(), x)
-    elif grad_weight is not None:
-        grad_weight += grad.t() @ x
+    if grad_weight is not None:
+        multiply_into(grad_weight, grad.t(), x, add=True)
     return losses
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import dtron
 from dtron.config import RunConfig
 from dtron.data.mixture import Mixture
+from dtron.errors import counted
 from dtron.lora.adapters import adapters, n_adapter_parameters
 from dtron.models.flops import n_parameters
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
@@ -68,6 +69,7 @@ class RunInfo:
             "zero": config.parallel.zero,
             "reduce": "micro_batch" if policy.reduce_each_micro_batch else "step",
             "dtype": config.train.dtype,
+            "optimizer": config.optim.name,
             "parameters": n_parameters(setup.config),
             "adapters": self._adapters(),
             "attention": setup.attention.name,
@@ -125,22 +127,26 @@ class RunInfo:
             train.dtype,
         )
         log.info(
-            "%d ranks on %s (%s), %d micro-batches of %d x %d tokens",
-            info["world_size"],
+            "%s on %s (%s), %s of %d x %d tokens",
+            counted(info["world_size"], "rank"),
             info["device"],
             wide or "no parallelism",
-            info["micro_batches"],
+            counted(info["micro_batches"], "micro-batch", "micro-batches"),
             train.micro_batch,
             train.seq_len,
         )
-        compiled = f"{len(applied.compiled)} blocks and the loss" if applied.compiled else "nothing"
-        log.info("compiled: %s; recomputed: %d blocks", compiled, applied.recomputed_blocks)
+        compiled = "nothing"
+        if applied.compiled:
+            compiled = f"{counted(len(applied.compiled), 'block')} and the loss"
+        recomputed = counted(applied.recomputed_blocks, "block")
+        log.info("compiled: %s; recomputed: %s", compiled, recomputed)
         if lora := info["adapters"]:
             log.info(
-                "LoRA: %s trained parameters, rank %d on %d matrices",
-                f"{lora['parameters']:,}",
+                "%s: %s, rank %d on %s",
+                "DoRA" if self.config.lora.dora else "LoRA",
+                counted(lora["parameters"], "trained parameter"),
                 lora["rank"],
-                len(lora["matrices"]),
+                counted(len(lora["matrices"]), "matrix", "matrices"),
             )
         if (float8 := self.builder.setup.float8) is not None:
             float8.announce(self.place.device, DTYPES[train.dtype])
@@ -148,4 +154,5 @@ class RunInfo:
         log.info("packing %s: %s", self.config.data.packing, waste)
         if isinstance(self.data.train, Mixture):
             left = train.steps - info["start_step"]
-            log.info("mixture of the next %d steps: %s", left, self.data.train.summary(left))
+            steps = counted(left, "step")
+            log.info("mixture of the next %s: %s", steps, self.data.train.summary(left))

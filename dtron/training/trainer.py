@@ -30,6 +30,7 @@ from dtron.data.sources import CONTENT
 from dtron.data.stream import merged
 from dtron.errors import CheckpointError, ConfigError, RankError, TrainingError, shorten
 from dtron.faults.guards import Guards, modules_of
+from dtron.faults.memory_table import MemoryRecorder
 from dtron.faults.signals import StopSignal
 from dtron.faults.spikes import Spike
 from dtron.float8.statistics import Statistics
@@ -70,7 +71,8 @@ from dtron.training.batches import RankBatches
 from dtron.training.build import ModelBuilder, build_mesh, build_run
 from dtron.training.callbacks import Callback
 from dtron.training.evaluation import Evaluation
-from dtron.training.optim.custom import OptimizerFactory, custom_optimizer
+from dtron.training.optim.custom import OptimizerFactory, custom_optimizer, factory_name
+from dtron.training.optim.offloaded import OffloadedAdamW
 from dtron.training.rollback import Rollback
 from dtron.training.run_info import RunInfo
 from dtron.training.saves import BestLoss, Saving
@@ -110,7 +112,7 @@ class Trainer:
         data: documents in place of those of `data.source`, on all ranks the same: see
             `dtron.data.DocumentSource`.
         optimizer: function of named parameters and the section [optim], which makes the optimizer
-            in place of `optim.name`.
+            in place of `optim.name`, which becomes its module and name, also in config.toml.
     Raises:
         DtronError: the config cannot run here; raised before the process group exists.
     """
@@ -127,6 +129,9 @@ class Trainer:
         if data is not None:
             check_source(data)
             config = config.model_copy(update={"data": config.data.of_documents(data)})
+        if optimizer is not None:
+            named = config.optim.model_copy(update={"name": factory_name(optimizer)})
+            config = config.model_copy(update={"optim": named})
         model_spec(config.model.name)  # raises its error before ranks wait for each other
         self.optimizer = optimizer or custom_optimizer(config.optim.name)
         self.fitted, self.callbacks = False, callbacks
@@ -361,7 +366,17 @@ class Trainer:
         self.step_log = StepLog(
             config, self.run, self.batches, self.throughput, self.host_group, names
         )
-        self.profile = ProfileWindow(config.metrics, self.rundir.trace)
+        parts, compiled = self.model.applied.parts.values(), config.compile.enable
+        self.profile = ProfileWindow(config.metrics, self.rundir.trace, parts, compiled)
+        self.memory = MemoryRecorder(
+            config.metrics.memory_snapshot,
+            self.rundir.memory,
+            self.model.applied,
+            self.run.optimizer,
+            self.place.device,
+            (self.place.rank, self.model.mesh.rank("pp"), self.place.world_size),
+        )
+        self.faults.out_of_memory = self.memory.failed
         self.times = StepTimes(self.place.device) if config.metrics.step_times else None
         info.announce(self.info)
 
@@ -431,7 +446,8 @@ class Trainer:
         number = self.step + 1
         self.step_log.accuracy = {}
         self.profile.before(number)
-        with phase("step"), self.guards.sampling(number):
+        recording = self.memory.recording(number)
+        with phase("step"), self.guards.sampling(number), recording:
             result, lr, attended = self._next_update()
         self.step = number
         self.step_log.recovery |= self.attempts.stepped()
@@ -481,13 +497,18 @@ class Trainer:
         return result, lr, attended
 
     def _after_first_step(self) -> None:
-        """Reserve host memory for asynchronous saves; log host memory of activation offload."""
+        """Reserve host memory for asynchronous saves; log host memory of offloaded tensors."""
         self.checkpointer.reserve()
         offload = self.model.applied.offload
         if offload is not None:
             log.info(
                 "activation offloading: %.1f GiB of pinned host memory per rank",
                 offload.pool.reserved / 2**30,
+            )
+        if isinstance(optimizer := self.run.optimizer, OffloadedAdamW):
+            log.info(
+                "optimizer offloading: %.1f GiB of pinned host memory per rank",
+                optimizer.pool.reserved / 2**30,
             )
 
     def _counted(self, batches: list[Batch], lr: float) -> StepResult:

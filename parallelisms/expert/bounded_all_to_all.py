@@ -172,7 +172,7 @@ def select(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def _selected(x: Tensor, index: Tensor) -> Tensor:
     rows, index = x[index.clamp(min=0)], index.unsqueeze(1)
     rows = torch.where(index == NONE, 0.0, rows)  # not a product: what is not read may be NaN
-    return torch.where(index == LOST, torch.nan, rows).to(x.dtype)
+    return torch.where(index == LOST, torch.nan, rows)
 
 
 class _Select(torch.autograd.Function):

@@ -16,6 +16,7 @@ division is turned off here.
 
 Parameters that FSDP does not shard (one GPU, only tp or pp, experts on one rank) are in FSDP units
 too, for the dtype casts, but their gradients are not reduced (`torch_internals.bypass_reduction`).
+Frozen ones in the compute dtype need no cast: FSDP ignores them, since it would copy them.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
@@ -94,7 +95,7 @@ def shard(
         cast_forward_inputs=False,  # the embedding casts activations; rotary tables stay float32
     )
     device_mesh = _data_mesh(mesh)
-    columns = {id(p) for p in by_columns}
+    columns, kept = {id(p) for p in by_columns}, _kept(model, device_mesh, dtype)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if id(parameter) in columns else None
@@ -106,7 +107,7 @@ def shard(
         modules = list(group) if len(group) > 1 else group[0]
         inside = [(m, block) for block in group for m in block.modules() if m in experts]
         for module, block in inside:
-            _shard_experts(module, block, mesh, reshard, precision)
+            _shard_experts(module, block, mesh, reshard, precision, dtype)
         if not getattr(group[0], "in_training_alone", False):
             order.append([group[0], *(module for module, _ in inside)])
         else:  # a forward that skips a prefetched unit would leave stale weights for the next one
@@ -117,16 +118,18 @@ def shard(
             reshard_after_forward=reshard,
             mp_policy=precision,
             shard_placement_fn=placement,
+            ignored_params=kept,
         )
     for module in experts:
         if not isinstance(module, FSDPModule):  # in no group: gathered with the root
-            _shard_experts(module, model, mesh, False, precision)
+            _shard_experts(module, model, mesh, False, precision, dtype)
     fully_shard(
         model,
         mesh=device_mesh,
         reshard_after_forward=False,
         mp_policy=precision,
         shard_placement_fn=placement,
+        ignored_params=kept,
     )
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _communicate([m for m in sharded if m not in experts], device_mesh, parallel, dtype)
@@ -144,6 +147,7 @@ def _shard_experts(
     mesh: Mesh,
     reshard: bool,
     precision: MixedPrecisionPolicy,
+    dtype: torch.dtype,
 ) -> None:
     """Shard experts over edp_shard; the forward of their block gathers and frees them.
 
@@ -155,10 +159,21 @@ def _shard_experts(
         fully_shard(
             module,
             mesh=mesh.sharing_experts(),
+            ignored_params=_kept(module, mesh.sharing_experts(), dtype),
             reshard_after_forward=reshard and ranks > 1,
             mp_policy=precision,
             shard_placement_fn=lambda parameter: Shard(fsdp_dim(parameter, ranks)),
         )
+
+
+def _kept(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Return the parameters that FSDP leaves as they are: frozen ones on one rank, in `dtype`.
+
+    One rank has nothing to gather or cast, but FSDP would copy them all the same.
+    """
+    if mesh.size(mesh.ndim - 1) > 1:
+        return set()
+    return {p for p in module.parameters() if not p.requires_grad and p.dtype == dtype}
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:

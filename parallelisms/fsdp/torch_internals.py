@@ -1,6 +1,7 @@
 """All uses of FSDP2's internals, that is, of `fully_shard` beyond its public methods.
 
     forward_hooks_on        gather and free an FSDP unit in another module's forward
+    gradient_sums           the sums over micro-batches, for matmuls that add to them
     accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
     reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
     bypass_reduction        skip the reduction for parameters that are not sharded
@@ -13,7 +14,7 @@ reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the d
 
 Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root` and
 `_root_post_backward_final_callback` of FSDP's state, and `Tensor._post_accumulate_grad_hooks`.
-Without an underscore but undocumented: fsdp_params, post_backward and
+Without an underscore but undocumented: reduce_dtype, param_dtype, fsdp_params, post_backward and
 reduce_grads of a parameter group; sharded_param, unsharded_param, unsharded_grad_data,
 unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and all_gather_outputs of its parameters, and
 before torch 2.15 unsharded_accumulated_grad, unsharded_accumulated_grad_data,
@@ -71,6 +72,71 @@ def accumulate_gradients(module: nn.Module) -> None:
         for parameter in group.fsdp_params:
             if _is_unsharded(parameter) and parameter.sharded_param.requires_grad:
                 _accumulate(parameter)
+
+
+class GradientSum:
+    """FSDP's sum of a parameter's gradients over micro-batches, to which a matmul can add.
+
+    FSDP reduces the sum, and then removes it, at the end of a backward with gradient sync. It also
+    adds gradients that autograd leaves in `.grad`.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the sum, which is that of the reduction."""
+        found = self._parameter
+        if _sums_are_separate(found):
+            return found.reduce_dtype or found.param_dtype or found.orig_dtype
+        return found.unsharded_grad_dtype
+
+    def local(self) -> Tensor | None:
+        """Return this rank's shard of the sum over tp, sharing its memory; None: no sum yet."""
+        total = self._sum()
+        if not isinstance(total, DTensor):
+            return total
+        placements = self._parameter.unsharded_param.placements
+        if total.placements != placements:  # autograd leaves that of an embedding partial over tp
+            total = total.redistribute(placements=placements)
+            self._set(total)
+        return total.to_local()
+
+    def start(self, local: Tensor) -> None:
+        """Set the sum to the first weight gradient, in the sum's dtype; it becomes the sum."""
+        weight = self._parameter.unsharded_param
+        if isinstance(weight, DTensor):
+            mesh, placements = weight.device_mesh, weight.placements
+            local = DTensor.from_local(local, mesh, placements, run_check=False)
+        self._set(local)
+
+    def _sum(self) -> Tensor | None:
+        _accumulate(self._parameter)  # a gradient of another use of the weight may be in `.grad`
+        if self._is_separate:
+            return self._parameter.unsharded_accumulated_grad
+        return self._parameter.unsharded_param.grad
+
+    def _set(self, total: Tensor) -> None:
+        if self._is_separate:
+            self._parameter.unsharded_accumulated_grad = total
+        else:
+            self._parameter.unsharded_param.grad = total
+
+    @property
+    def _is_separate(self) -> bool:
+        # Without a dtype of reduction that differs, FSDP leaves the sum to `.grad` in any torch.
+        separate = _sums_are_separate(self._parameter)
+        return separate and self._parameter.reduce_dtype is not None
+
+
+def gradient_sums(module: nn.Module) -> dict[Tensor, GradientSum]:
+    """Return {parameter: the sum of its gradients} of all FSDP units in a module."""
+    return {
+        parameter.sharded_param: GradientSum(parameter)
+        for group in parameter_groups(module)
+        for parameter in group.fsdp_params
+    }
 
 
 def _is_unsharded(parameter: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Queues of deferred weight gradients.
+"""Queues of deferred weight gradients, and weight gradients that matmuls add to sums.
 
 A split backward has two actions: I computes the gradient of the input and queues the weight
 gradients, W computes the queued weight gradients and adds them to `.grad`.
@@ -6,6 +6,9 @@ gradients, W computes the queued weight gradients and adds them to `.grad`.
 A `Site` is a weight with the queues of its stage. An operator in the backward, eager or in a
 compiled graph, finds the site by a number and adds a `DeferredMatmul` to the queue: the operands,
 and how to multiply them.
+
+The same operators add weight gradients to FSDP's sums over micro-batches, without a queue:
+`accumulate_in_matmuls` (`split_backward.py`) and `WeightGradients.add_to_sums`.
 
 In compiled graphs, `call_of` keeps inductor from merging calls of these operators, and
 COMPILE_OPTIONS (`split_backward.py`) keep it from overwriting queued operands.
@@ -24,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.grouped import grouped_gradient
+from dtron.parallelisms.fsdp.torch_internals import GradientSum, gradient_sums
 
 
 class DeferredMatmul(ABC):
@@ -38,8 +43,12 @@ class DeferredMatmul(ABC):
         """
 
     def add_to(self, total: Tensor) -> None:
-        """Add the weight gradient to `total`, the local `.grad`, in place."""
+        """Add the weight gradient to `total`, a local tensor of its dtype or wider, in place."""
         total.add_(self.compute())
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        """Compute the gradient of this rank's shard of the weight, in `dtype`."""
+        return self.compute().to(dtype)
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,14 @@ class LinearMatmul(DeferredMatmul):
         return self.grad.t() @ self.x
 
     def add_to(self, total: Tensor) -> None:
-        """Add grad^T x to `total` (out, in), with one kernel if the dtypes are equal."""
-        if total.dtype == self.grad.dtype:
-            total.addmm_(self.grad.t(), self.x)
-        else:
-            super().add_to(total)
+        """Add grad^T x to `total` (out, in), in the matmul."""
+        multiply_into(total, self.grad.t(), self.x, add=True)
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        """Return grad^T x, (out, in), in `dtype`, without rounding it to a narrower one."""
+        total = self.grad.new_empty(self.grad.shape[1], self.x.shape[1], dtype=dtype)
+        multiply_into(total, self.grad.t(), self.x, add=False)
+        return total
 
 
 @dataclass(frozen=True)
@@ -79,8 +91,8 @@ class GroupedMatmul(DeferredMatmul):
         return grouped_gradient(self.grad, self.x, self.offsets)
 
 
-_Queued = tuple[Tensor, DeferredMatmul]
-"""(parameter, deferred matmul whose result is added to the parameter's `.grad`)"""
+_Queued = tuple[Tensor, DeferredMatmul, GradientSum | None]
+"""(parameter, deferred matmul, FSDP's sum to which its result is added; None: to the `.grad`)"""
 
 
 class WeightGradients:
@@ -91,6 +103,7 @@ class WeightGradients:
 
     def __init__(self, compiled: bool = False) -> None:
         self.compiled = compiled
+        self.sites: list[Site] = []
         self._queues: dict[Hashable, deque[_Queued]] = {}
         self._collecting: deque[_Queued] | None = None
 
@@ -112,6 +125,19 @@ class WeightGradients:
         finally:
             self._collecting = None
 
+    def add_to_sums(self, stage: nn.Module) -> None:
+        """Add weight gradients to FSDP's sums over micro-batches from now on, not to `.grad`.
+
+        The matmul of a linear then adds its float32 result to the sum: its gradient is not rounded
+        to the dtype of computation, and is neither written nor added separately.
+
+        Args:
+            stage: the module that contains all layers, after `fully_shard`.
+        """
+        sums = gradient_sums(stage)
+        for site in self.sites:
+            site.total = sums.get(getattr(site.module, site.name))
+
     def run(self, key: Hashable) -> None:
         """Compute the queued weight gradients of a micro-batch and add them to `.grad`, in order.
 
@@ -130,16 +156,19 @@ class WeightGradients:
         """Return the number of queued weight gradients of a micro-batch."""
         return len(self._queues.get(key, ()))
 
-    def take(self, weight: Tensor, matmul: DeferredMatmul) -> None:
-        """Queue a weight gradient; outside of `collect`, compute it and add it to `.grad` now.
+    def take(
+        self, weight: Tensor, matmul: DeferredMatmul, total: GradientSum | None = None
+    ) -> None:
+        """Queue a weight gradient; outside of `collect`, compute it and add it now.
 
         Args:
             weight: the parameter; with FSDP, the unsharded parameter.
+            total: the sum to add it to; None: the weight's `.grad`.
         """
         if self._collecting is None:
-            _add_weight_gradient(weight, matmul)
+            _add_weight_gradient(weight, matmul, total)
         else:
-            self._collecting.append((weight, matmul))
+            self._collecting.append((weight, matmul, total))
 
 
 class Site:
@@ -151,6 +180,9 @@ class Site:
     def __init__(self, module: nn.Module, name: str, gradients: WeightGradients) -> None:
         self.module, self.name = module, name
         self.gradients = gradients
+        self.total: GradientSum | None = None
+        """FSDP's sum of the weight's gradients; None: they are added to `.grad`."""
+        gradients.sites.append(self)
         number = next(_NUMBERS)
         # A tensor, since a Python number would be a constant in the graph, which blocks share. On
         # the CPU, since reading it must not wait for the device.
@@ -174,15 +206,20 @@ class Site:
         return True
 
     def take(self, matmul: DeferredMatmul) -> None:
-        """Queue this weight's gradient or add it to `.grad` now; see `WeightGradients.take`."""
+        """Queue this weight's gradient or add it now; see `WeightGradients.take`."""
         # During an FSDP unit's backward, the module's parameter is the unsharded one.
-        self.gradients.take(getattr(self.module, self.name), matmul)
+        self.gradients.take(getattr(self.module, self.name), matmul, self.total)
 
 
 class DeferringLinear(nn.Linear):
     """Base class of linears with custom matmuls that can defer their weight gradient."""
 
     site: Site | None = None
+
+    @property
+    def adds_in_matmul(self) -> bool:
+        """Whether the matmul of the weight gradient can add to a sum; see `add_to_sums`."""
+        return False
 
     def defer_weight_gradient(self, gradients: WeightGradients) -> None:
         """Queue the weight gradient in all later backwards.
@@ -265,14 +302,20 @@ def _(needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor) 
 
 
 @torch.no_grad()
-def _add_weight_gradient(weight: Tensor, matmul: DeferredMatmul) -> None:
-    """Compute a weight gradient and add it to the weight's `.grad`."""
-    total = _local_grad(weight)
-    if total is None:
+def _add_weight_gradient(
+    weight: Tensor, matmul: DeferredMatmul, total: GradientSum | None = None
+) -> None:
+    """Compute a weight gradient and add it to a sum, or else to the weight's `.grad`."""
+    if total is not None:
+        if (local := total.local()) is not None:
+            matmul.add_to(local)
+        else:
+            total.start(matmul.write(total.dtype))
+    elif (local := _local_grad(weight)) is not None:
+        matmul.add_to(local)
+    else:
         grad = matmul.compute()
         weight.grad = _as_dtensor(weight, grad.to(weight.grad_dtype or grad.dtype))
-    else:
-        matmul.add_to(total)
 
 
 def _local_grad(weight: Tensor) -> Tensor | None:

@@ -34,7 +34,7 @@ Source: Wang et al., overlap by decomposition, ASPLOS 2023; torch's symmetric me
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,14 @@ from dtron.parallelisms.pipeline.weight_gradients import (
     LinearMatmul,
     queue_weight_gradient,
 )
-from dtron.parallelisms.placement import Row, change_argument, colwise, prepare_input, rowwise
+from dtron.parallelisms.placement import (
+    LOW_RANK,
+    Row,
+    change_argument,
+    colwise,
+    prepare_input,
+    rowwise,
+)
 
 _DIM = 0
 
@@ -199,6 +206,15 @@ def unflatten_tokens(x: Tensor, batch: int) -> Tensor:
 Role = Literal["gather", "sibling", "scatter"]
 
 
+class Gathered(NamedTuple):
+    """Input of linears that share a fused all-gather."""
+
+    shard: Tensor
+    """(B, T / tp, D), the rank's tokens."""
+    outs: list[Tensor]
+    """The result of each linear, (B, T, N)."""
+
+
 class AsyncLinear(DeferringLinear):
     """A linear whose matmul is fused with a collective, alone or together with its siblings.
 
@@ -206,7 +222,7 @@ class AsyncLinear(DeferringLinear):
     """
 
     role: Role | None = None
-    """`gather`: all-gathers its input. `sibling`: takes its output from a list that the parent
+    """`gather`: all-gathers its input. `sibling`: takes its output from those that the parent
     computes. `scatter`: reduce-scatters its output. None: not fused. Set by `fuse`."""
     ranks: Ranks
     index = 0
@@ -215,11 +231,11 @@ class AsyncLinear(DeferringLinear):
     def forward(self, input: Any) -> Tensor:
         """Compute the linear and the collective of its role.
 
-        `gather`: (B, T / tp, D) -> (B, T, N). `sibling`: list of the outputs of all siblings ->
-        (B, T, N). `scatter`: (B, T, N) -> (B, T / tp, D).
+        `gather`: (B, T / tp, D) -> (B, T, N). `sibling`: `Gathered` -> (B, T, N). `scatter`:
+        (B, T, N) -> (B, T / tp, D).
         """
         if self.role == "sibling":
-            return input[self.index]
+            return input.outs[self.index]
         if self.role == "gather":
             return gather_siblings(input, [self])[0]
         if self.role == "scatter":
@@ -251,6 +267,21 @@ def gather_siblings(x: Tensor, siblings: Sequence[AsyncLinear]) -> list[Tensor]:
         unflatten_tokens(out if each.bias is None else out + local(each.bias), x.shape[0])
         for out, each in zip(outs, siblings, strict=True)
     ]
+
+
+def communicate(narrow: Tensor, linear: Any) -> Tensor:
+    """Communicate the product of a linear's input and low-rank factor as its role says.
+
+    It is `rank` features wide, so that it is sent by an own collective, after the fused one.
+    `scatter`: partial sums (B, T, rank) -> (B, T / tp, rank); other roles: (B, T / tp, rank) ->
+    (B, T, rank), whose gradient on each rank is a partial sum.
+    """
+    mesh, tokens = linear.weight.device_mesh, Shard(1)
+    if linear.role == "scatter":
+        partial = DTensor.from_local(narrow, mesh, [Partial()], run_check=False)
+        return partial.redistribute(placements=[tokens]).to_local()
+    shard = DTensor.from_local(narrow, mesh, [tokens], run_check=False)
+    return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
@@ -345,6 +376,7 @@ def _parent(fqn: str) -> str:
 
 def _convert(linear: nn.Module, role: Role, mesh: DeviceMesh, index: int = 0) -> None:
     """Split a linear's parameters and make the linear an AsyncLinear, in place."""
+    distribute_adapter(linear, mesh, "rowwise" if role == "scatter" else "colwise")
     if role == "scatter":
         distribute_parameters(linear, mesh, Shard(1), Replicate())
     else:
@@ -358,14 +390,15 @@ def _convert(linear: nn.Module, role: Role, mesh: DeviceMesh, index: int = 0) ->
 
 
 def _gather_argument(parent: nn.Module, names: tuple[str, ...]) -> None:
-    """Replace a module's first argument by the outputs of its linears `names`, a list.
+    """Replace a module's first argument by the outputs of its linears `names`, a `Gathered`.
 
     The module may use the argument only as the input of these linears.
     """
 
-    def gather(module: nn.Module, x: Tensor) -> list[Tensor]:
+    def gather(module: nn.Module, x: Tensor) -> Gathered:
         # By name, not by object, so that blocks share a compiled graph.
-        return gather_siblings(x, [module.get_submodule(name) for name in names])  # type: ignore[misc]
+        linears: Any = [module.get_submodule(name) for name in names]
+        return Gathered(x, gather_siblings(x, linears))
 
     change_argument(parent, 0, gather)
 
@@ -384,3 +417,15 @@ def distribute_parameters(
         placement = bias if name == "bias" else weight
         shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+def distribute_adapter(module: nn.Module, mesh: DeviceMesh, kind: str) -> None:
+    """Distribute the parameters of a module's adapter by `LOW_RANK[kind]`, if it has one.
+
+    What distributes the module's other parameters then leaves them alone.
+    """
+    for name, dim in LOW_RANK.get(kind, {}).items():
+        if (parameter := getattr(module, name, None)) is not None:
+            placement = Replicate() if dim is None else Shard(dim)
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            setattr(module, name, nn.Parameter(shard, parameter.requires_grad))

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
@@ -55,7 +55,7 @@ from dtron.parallelisms.placement import (
     select,
     select_parameters,
 )
-from dtron.parallelisms.tensor.async_tp import distribute_parameters, fuse
+from dtron.parallelisms.tensor.async_tp import distribute_adapter, distribute_parameters, fuse
 
 AnyRow = Row | Style | ParallelStyle
 Placements = Mapping[Any, AnyRow]
@@ -284,7 +284,7 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
     if isinstance(row, Row):
-        _split_adapter(module, mesh, row)
+        distribute_adapter(module, mesh, row.kind)
     has_parameters = any(True for _ in module.parameters())
     style = _style(row, module, has_parameters and replicas == "backward")
     if isinstance(style, Style):
@@ -292,15 +292,6 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
     elif style is not None:
         # Ranks have equal or no initial weights: each keeps its shard, without communication.
         parallelize_module(module, mesh, style, src_data_rank=None)
-
-
-def _split_adapter(module: nn.Module, mesh: DeviceMesh, row: Row) -> None:
-    """Distribute the factors of a module's adapter, which the style of `row` then leaves alone."""
-    for name, dim in LOW_RANK.get(row.kind, {}).items():
-        if (factor := getattr(module, name, None)) is not None:
-            placement = Replicate() if dim is None else Shard(dim)
-            shard = distribute_tensor(factor, mesh, [placement], src_data_rank=None)
-            setattr(module, name, nn.Parameter(shard, factor.requires_grad))
 
 
 def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | ParallelStyle | None:

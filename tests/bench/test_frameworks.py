@@ -226,6 +226,7 @@ FREE = {
     "parallel.etp",
     "parallel.zero",
     "parallel.reduce",
+    "parallel.accumulate_in_matmul",
     "parallel.prefetch",
     "parallel.stages_per_rank",
     "parallel.cp_inner",  # of a cp_method that is refused

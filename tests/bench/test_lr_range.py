@@ -11,7 +11,7 @@ import pytest
 
 from dtron import cli
 from dtron.bench.lr_range import command
-from dtron.bench.lr_range.command import read_points, suggestion
+from dtron.bench.lr_range.command import read_points, suggestion, table
 from dtron.bench.run import Outcome
 from dtron.config import RunConfig
 from tests.harness import run_ranks
@@ -28,15 +28,18 @@ def written(path: Path, losses: Sequence[float | None]) -> Path:
 def test_the_suggestion_is_a_tenth_of_the_rate_of_the_lowest_loss(tmp_path: Path) -> None:
     falls = [5 - 0.1 * i for i in range(31)]
     rises = [2.0 * 1.5**i for i in range(1, 20)]
-    found = read_points(written(tmp_path / "log", [*falls, *rises]))
+    found = read_points(written(tmp_path / "log", [*falls, *rises]), 200)
     assert len(found) < 50  # it has diverged before the end
     lowest = min(found, key=lambda each: each.smoothed)
     assert 30 <= found.index(lowest) <= 33
     assert suggestion(found) == pytest.approx(lowest.rate / 10)
     assert found[0].smoothed == found[0].loss
-    assert suggestion(read_points(written(tmp_path / "log", [3.0, 4.0, 9.0]))) is None
-    assert len(read_points(written(tmp_path / "log", [3.0, 2.0, None, 1.0]))) == 2
+    assert suggestion(read_points(written(tmp_path / "log", [3.0, 4.0, 9.0]), 200)) is None
+    assert len(read_points(written(tmp_path / "log", [3.0, 2.0, None, 1.0]), 200)) == 2
     assert suggestion([]) is None
+    short = read_points(written(tmp_path / "log", [3.0, 2.5, 2.0, 3.5] * 6), 24)
+    assert short[3].smoothed > 3  # few steps are averaged over few
+    assert len(table(short).splitlines()) == 1 + 24
 
 
 def test_a_test_runs_from_low_to_high(

@@ -190,6 +190,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.pp_layout=[1, 1]", "no effect without parallel.pp > 1"),
         ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
         ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
+        ("parallel.accumulate_in_matmul=true", "needs gradients that are summed"),
         ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
         ("recompute.first=2", "no effect"),
@@ -340,12 +341,51 @@ def test_optimizer_keys_without_effect_are_refused(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "parallel.tp=4 model.override.dim=512 model.override.ffn_dim=2048",
+            "rows of blocks.0.attn.wo.weight have 128 elements on a rank, not a multiple of 256; "
+            "use parallel.tp = 1 or 2, or another optim.name",
+        ),
+        (
+            "parallel.tp=2 lora.rank=16 model.override.dim=256 model.override.ffn_dim=512",
+            "rows of blocks.0.attn.wo.lora_a have 128 elements",
+        ),
+        (
+            "parallel.etp=2 model.name=mixtral model.override.expert_dim=256",
+            "with parallel.etp = 2: rows of blocks.0.ffn.experts.down have 128 elements",
+        ),
+    ],
+)
+def test_shards_without_whole_blocks_of_8_bits_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    words = ["model.override.n_heads=4", *override.split()]
+    config = load(tmp_path, '[optim]\nname = "adamw8bit"', *words)
+    with pytest.raises(ConfigError) as error:
+        resolve(config, 4)
+    assert message in str(error.value)
+    resolve(config.changed(parallel={"tp": 1, "etp": 1}), 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("lora.rank=0 lora.alpha=8", "lora.alpha = 8.0 has no effect without lora.rank"),
         ("lora.initial=x", "lora.initial = 'x' has no effect without checkpoint.initial"),
         ('lora.modules=["blocks.*.attn.wp"]', "selects no linear layer and no experts"),
         ('lora.modules=["embed"]', "Routers, embeddings, norms and the head have no adapters"),
-        ("parallel.tp=2 parallel.async_tp=true", "adapters need the gathered input in train.dtype"),
+        (
+            "parallel.tp=2 float8.recipe=tensorwise float8.gather_inputs=true",
+            "float8.gather_inputs gathers only float8 values",
+        ),
+        (
+            "lora.dora=true float8.recipe=tensorwise float8.all_gather=true",
+            "lora.dora = true with float8.all_gather",
+        ),
+        ("lora.rank=0 lora.dora=true", "lora.dora = True has no effect without lora.rank"),
+        ("model.name=mixtral lora.rank=8 lora.dora=true", "only linear layers have magnitudes"),
         ("parallel.pp=2 parallel.defer_head=1", "a frozen head has no weight gradient"),
+        ("parallel.accumulate_in_matmul=true parallel.zero=1", "are frozen and have no gradient"),
         (
             'parallel.pp=2 lora.modules=["blocks.0"]',
             "pipeline rank 1 has no adapters, nothing to train",

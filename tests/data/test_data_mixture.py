@@ -346,14 +346,14 @@ def test_commands_know_mixtures(
 REFUSED = [
     ('data.mixture=[{name="a", paths=["x"]}, {name="a", paths=["y"]}]', "a is named twice"),
     ('data.mixture=[{name="a b", paths=["x"]}]', "data.mixture.0.name = 'a b': "),
-    ('data.mixture=[{name="a"}]', "data.mixture.0.paths is required"),
+    ('data.mixture=[{name="a"}]', "data.mixture.a.paths is required"),
     ('data.mixture=[{name="a", paths="x"}]', 'write paths = ["x"]'),
-    ('data.mixture=[{name="a", paths=["x"], weight=-1}]', "data.mixture.0.weight = -1: a weight"),
-    ('data.mixture=[{name="a", paths=["x"], weight="x"}]', "data.mixture.0.weight = 'x': "),
+    ('data.mixture=[{name="a", paths=["x"], weight=-1}]', "data.mixture.a.weight = -1: a weight"),
+    ('data.mixture=[{name="a", paths=["x"], weight="x"}]', "data.mixture.a.weight = 'x': "),
     ('data.mixture=[{name="a", paths=["x"], weight=0}]', "all weights after step 0 are 0"),
     ('data.mixture=[{name="a", paths=["x"], weight=[1, 2]}]', "give a number, or a list of 1"),
-    ('data.mixture=[{name="a", paths=["x"], epochs=0}]', "data.mixture.0.epochs = 0: "),
-    ('data.mixture=[{name="a", paths=["x"], share=1}]', "unknown key data.mixture.0.share"),
+    ('data.mixture=[{name="a", paths=["x"], epochs=0}]', "data.mixture.a.epochs = 0: "),
+    ('data.mixture=[{name="a", paths=["x"], share=1}]', "unknown key data.mixture.a.share"),
     ('data.mixture={name="a"}', "write [[data.mixture]]"),
     ('data.mixture=[{name="a", paths=["no.txt"]}]', "/no.txt: No such file"),
     ('data.validation=[{name="a", paths=["no.txt"]}]', "data.validation: a: /"),
@@ -408,7 +408,7 @@ def test_keys_of_one_source_are_overridden(tmp_path: Path) -> None:
     for word, message in {
         "data.mixture.wep.weight=1": "no table has the name wep; did you mean web?",
         "data.mixture.web=1": "write data.mixture.NAME.KEY=value, or",
-        "data.mixture.web.wait=1": "unknown key data.mixture.0.wait",
+        "data.mixture.web.wait=1": "unknown key data.mixture.web.wait",
     }.items():
         with pytest.raises(ConfigError) as error:
             RunConfig.load(config, [word])

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.run import parse_args
 
 from dtron.run.process import Place, warn_of_shared_store
 from tests.faults.hosts import no_namespaces, until
@@ -304,6 +305,26 @@ def test_hosts_that_stay_away_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     host = module.Host(module.parser().parse_args(words.split()), ["train.py"])
     monkeypatch.setattr(host, "_run_agent", lambda: LOST)
     assert host.run() == 1
+
+
+def test_host_py_passes_the_binding_to_numa_nodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, started = host_module(), []
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+
+    class Agent:
+        def __init__(self, command: list[str], **_: object) -> None:
+            started.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(module.subprocess, "Popen", Agent)
+    words = "--nnodes 1 --node-rank 0 --head h --nproc-per-node 1"
+    for more, count in ((["--numa-binding", "node"], 1), ([], 0)):
+        options = module.parser().parse_args([*words.split(), *more, "train.py"])
+        assert module.Host(options, options.words)._run_agent() == 0
+        assert started[-1].count("--numa-binding") == count
+    assert parse_args(started[0][1:]).numa_binding == "node"
 
 
 def test_host_py_stops_with_a_checkpoint(tmp_path: Path) -> None:

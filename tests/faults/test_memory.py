@@ -11,7 +11,10 @@ from dtron.cli import main
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.faults.memory import MemoryInUse, is_out_of_memory
+from dtron.faults.memory_table import read_table
 from dtron.plan import remedies
+from dtron.plan.memory import offloaded
+from dtron.plan.run_shape import Resolved
 from dtron.run.process import Place
 from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
@@ -63,6 +66,9 @@ def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -
     assert "SIGTERM" not in done.stdout
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-2\n"
+    (table,) = map(read_table, (tmp_path / "run/memory").glob("rank-*.json"))
+    assert table.when == "out of memory"
+    assert table.totals["optimizer"] > table.totals["parameters"] > 0
 
 
 def test_errors_of_allocators_are_recognised() -> None:
@@ -106,19 +112,41 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
             remedies.check_step_memory(config, place)
 
 
+TWO = Place(rank=0, local_rank=0, world_size=2, local_world_size=2)
+
+
 def test_what_is_advised_fits() -> None:
     """Alone where a key suffices, together where none does; estimates grow with what was seen."""
     config = RunConfig.load(QUICKSTART, ["train.micro_batch=8"])
     needed = remedies.most_memory(config, 2).peak
-    advice = remedies.remedies(config, 2, needed / 3)
+    advice = remedies.remedies(config, TWO, needed / 3)
     changes = re.findall(r"(\S+) = (\S+) \(about", advice)
     assert {key for key, _ in changes} >= {"recompute.mode", "train.micro_batch"}
     for key, value in changes:
         changed = RunConfig.load(QUICKSTART, ["train.micro_batch=8", f"{key}={value}"])
         assert remedies.most_memory(changed, 2).peak <= needed / 3
-    twice = remedies.remedies(config, 2, 2 * needed / 3, 2 * needed)
+    twice = remedies.remedies(config, TWO, 2 * needed / 3, 2 * needed)
     assert re.findall(r"(\S+) = (\S+) \(about", twice) == changes
     assert twice != advice
-    together = remedies.remedies(config, 2, needed / 9)
+    together = remedies.remedies(config, TWO, needed / 9)
     assert 'use recompute.mode = "full", train.micro_batch = 1' in together
-    assert "no cheaper setting fits on 2 ranks: with " in remedies.remedies(config, 2, 1.0)
+    assert "no cheaper setting fits on 2 ranks: with " in remedies.remedies(config, TWO, 1.0)
+
+
+def test_offload_is_advised_on_gpus_whose_host_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To remove moments from the device, which is enough here; not where the host is too small."""
+    config = RunConfig.load(QUICKSTART, ["model.size=8b", "parallel.zero=3"])
+    run = Resolved.of(config, 2)
+    needed = remedies.most_memory(config, 2)
+    room = needed.peak - 0.9 * needed.classes["optimizer"]
+    assert "optim.offload" not in remedies.remedies(config, TWO, room)
+    monkeypatch.setattr(Place, "device", torch.device("cuda", 0))
+    monkeypatch.setattr("dtron.plan.remedies.host_memory", lambda: (2e12, 2e12))
+    assert "optim.offload = 1.0 (about" in remedies.remedies(config, TWO, room)
+    changed = RunConfig.load(QUICKSTART, ["model.size=8b", "parallel.zero=3", "optim.offload=1"])
+    assert remedies.most_memory(changed, 2).peak <= room
+    held = offloaded(Resolved.of(changed, 2))
+    assert offloaded(run) == 0
+    assert held == pytest.approx(needed.classes["optimizer"], rel=1e-3)  # all but norms
+    monkeypatch.setattr("dtron.plan.remedies.host_memory", lambda: (2 * held, 2 * held))
+    assert "optim.offload = 1.0" not in remedies.remedies(config, TWO, room)

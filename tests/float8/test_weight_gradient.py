@@ -199,7 +199,7 @@ def queued(recipe: str) -> list[Operands]:
     with gradients.collect(0):
         module(x).backward(grad)
     assert gradients.pending(0) == N_LINEARS
-    return [matmul.operands for _, matmul in gradients._queues[0]]  # type: ignore[attr-defined]
+    return [matmul.operands for _, matmul, _ in gradients._queues[0]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

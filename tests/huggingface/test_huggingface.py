@@ -371,6 +371,19 @@ def test_what_the_kernels_do_not_compute_is_refused(more: dict[str, Any], messag
         logits("dtron", **more)
 
 
+def test_a_mask_function_of_the_model_is_refused_with_packed_documents_too() -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    config = build("Llama", "dtron").config
+    given = {"config": config, "inputs_embeds": torch.zeros(1, 16, 32), "attention_mask": None}
+    given |= {"past_key_values": None, "position_ids": (torch.arange(16) % 8)[None]}
+    mask = create_causal_mask(**given)
+    assert mask is not None
+    assert mask.shape[0] == 1  # documents
+    with pytest.raises(ConfigError, match="or_mask_function"):
+        create_causal_mask(**given, or_mask_function=lambda _batch, _head, _q, kv: kv < 4)
+
+
 def test_what_a_plan_does_not_fit_is_refused() -> None:
     from dtron.huggingface.plan import _head, _to_float8, placements
 

@@ -47,22 +47,6 @@ def test_formulas_are_those_of_a_matrix(shape: tuple[int, int, int, int]) -> Non
     torch.testing.assert_close(ours, theirs)
 
 
-def test_compiled_gradients_are_eager_ones() -> None:
-    slots, rows = drawn(SHAPES[2])
-    n, k, width, _ = SHAPES[2]
-    x = torch.randn(n, width, requires_grad=True)
-    weights = torch.rand(n, k, requires_grad=True)
-
-    def forth_and_back(x: Tensor, weights: Tensor) -> Tensor:
-        return summed(repeated(x, slots, rows, k), weights, slots, rows)
-
-    found = [
-        torch.autograd.grad(function(x, weights).square().sum(), (x, weights))
-        for function in (torch.compile(forth_and_back, backend="aot_eager"), forth_and_back)
-    ]
-    torch.testing.assert_close(*found)
-
-
 def differences(shape: tuple[int, int, int, int], device: str) -> list[float]:
     """Of each kernel from its formula, relative to the largest value."""
     n, k, width, n_rows = shape

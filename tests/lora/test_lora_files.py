@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from dtron import cli
 from dtron.checkpoint.convert import to_hf_folder, to_peft_folder
+from dtron.checkpoint.initial_weights import open_initial
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
-from dtron.lora.adapters import ADAPTERS
+from dtron.lora.adapters import ADAPTERS, FACTORS, attach
+from dtron.models import BACKENDS, MODELS, build_model
 from tests.harness import run_ranks
 from tests.training import test_trainer
 from tests.training.test_trainer import contents, fit, losses
@@ -69,13 +71,77 @@ def test_peft_and_the_merged_export_give_equal_logits(base: Path, run: Path) -> 
     assert cli.commands(["serve-check", str(run / "run")]) == 0
 
 
+@pytest.fixture(scope="module")
+def dora(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """As `run`, with DoRA of a few steps over tp and FSDP."""
+    path = tmp_path_factory.mktemp("dora")
+    config = lora(path / "run", base, lora__dora=True, parallel__tp=2, checkpoint__keep=0)
+    run_ranks(4, fit, config)
+    run_ranks(1, _export, path)
+    return path
+
+
+def test_magnitudes_start_as_norms_and_are_resumed_to_the_bit(
+    tmp_path: Path, base: Path, dora: Path
+) -> None:
+    """Also: a run from PEFT's folder equals one from the checkpoint that it was exported from."""
+    more = {"lora__dora": True}
+    config = lora(tmp_path / "first", base, **more, train__steps=1, optim__lr=1e-9)
+    run_ranks(1, fit, config.changed(checkpoint={"interval": 1}))
+    stored = contents(tmp_path / "first/checkpoints/step-1")
+    names = [name for name in stored if name.startswith("model.") and "magnitude" in name]
+    assert len(names) == 14
+    for name in names:
+        weight = stored[name.replace("lora_magnitude", "weight")]
+        torch.testing.assert_close(stored[name], weight.norm(dim=1), rtol=1e-6, atol=1e-6)
+    middle = {"checkpoint__resume": str(dora / "run/checkpoints/step-2")}
+    run_ranks(4, fit, lora(tmp_path / "same", base, parallel__tp=2, **middle, **more))
+    assert losses(tmp_path / "same") == losses(dora / "run")[2:]
+    run_ranks(2, fit, lora(tmp_path / "other", base, parallel__zero=1, **middle, **more))
+    assert losses(tmp_path / "other") == pytest.approx(losses(dora / "run")[2:], rel=1e-5)
+    given = {"train__steps": 2, "lora__initial": str(dora / "peft")}
+    run_ranks(1, fit, lora(tmp_path / "peft", base, **given, **more))
+    run_ranks(1, fit, lora(tmp_path / "own", dora / "run", train__steps=2, **more))
+    assert losses(tmp_path / "peft") == losses(tmp_path / "own")
+
+
+def test_peft_computes_the_same_dora(base: Path, dora: Path) -> None:
+    """Logits, merged weights, and the gradients of all parameters of the adapters."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    peft = pytest.importorskip("peft")
+    tokens = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    before = plain(tokens).logits
+    theirs = peft.PeftModel.from_pretrained(plain, dora / "peft", is_trainable=True)
+    adapted = theirs(tokens).logits
+    merged = transformers.AutoModelForCausalLM.from_pretrained(dora / "merged")(tokens).logits
+    assert (adapted - before).norm() > 0.01 * before.norm()
+    torch.testing.assert_close(adapted, merged, rtol=1e-5, atol=1e-5)
+    assert cli.commands(["serve-check", str(dora / "run")]) == 0
+    model = build_model("llama", open_initial(dora / "run").config, BACKENDS["math"])
+    attach(model, MODELS["llama"], open_initial(dora / "run").lora)
+    stored = contents(dora / "run/checkpoints/step-4")
+    model.load_state_dict({name: stored[f"model.{name}"] for name in model.state_dict()})
+    logits = model(tokens)
+    torch.testing.assert_close(logits, adapted, rtol=1e-5, atol=1e-5)
+    for each in (logits, adapted):
+        each.sin().sum().backward()
+    other = dict(theirs.named_parameters())
+    names = ("lora_A", "lora_B", "lora_magnitude_vector")
+    for ours, name in zip(ADAPTERS, names, strict=True):
+        found = model.get_parameter(f"blocks.1.ffn.down.{ours}").grad
+        wanted = other[f"base_model.model.model.layers.1.mlp.down_proj.{name}.default.weight"].grad
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_wider_export_keeps_what_bfloat16_would_round(tmp_path: Path, base: Path) -> None:
     config = lora(tmp_path / "run", base, train__dtype="bfloat16", lora__modules=("blocks.1.ffn",))
     run_ranks(1, fit, config)
     last = tmp_path / "run/checkpoints/step-4"
     run_ranks(1, to_hf_folder, last, tmp_path / "wide", "float32")
     stored = contents(last)
-    weight, a, b = (stored[f"{OURS.rpartition('.')[0]}.{x}"] for x in ("weight", *ADAPTERS))
+    weight, a, b = (stored[f"{OURS.rpartition('.')[0]}.{x}"] for x in ("weight", *FACTORS))
     assert weight.dtype == torch.bfloat16
     found = load_file(tmp_path / "wide/model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     torch.testing.assert_close(found, weight.float() + config.lora.scale * b @ a)
@@ -138,7 +204,7 @@ def wrong_adapters(good: Path, path: Path) -> dict[str, Path]:
     for key, value, message in (
         ("r", 8, "r = 8, but lora.rank = 4; set lora.rank=8"),
         ("lora_alpha", 16, "lora_alpha = 16, but lora.alpha = 8.0; set lora.alpha=16"),
-        ("use_dora", True, "use_dora = True is not supported"),
+        ("use_dora", True, "use_dora = True, but lora.dora = False; set lora.dora=true"),
         ("peft_type", "IA3", "peft_type = 'IA3' is not LORA"),
         ("alora_invocation_tokens", [1], "alora_invocation_tokens = [1] is not supported"),
         ("init_lora_weights", "pissa", "init_lora_weights = 'pissa' belongs to changed base"),

@@ -12,7 +12,8 @@ from dtron.config import Compile, Recompute
 from dtron.models import BACKENDS
 from dtron.models.decoder import Decoder
 from dtron.parallelisms.compile import compile_blocks
-from dtron.parallelisms.offload import Buffer, Offload
+from dtron.parallelisms.host_memory import Buffer
+from dtron.parallelisms.offload import Offload
 from dtron.parallelisms.recompute import recompute
 from tests.models.build import initialized, small_config, tokens
 

@@ -57,6 +57,7 @@ from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
 from dtron.kernels.float8_rows import packed, unpacked
 from dtron.lora.adapters import attach, conversion, train_from
+from dtron.lora.dora import MAGNITUDE
 from dtron.models import MODELS, AttentionNeeds, Backend, DecoderConfig, build_model, choose_backend
 from dtron.models.dropout import token_keys
 from dtron.models.moe import Experts
@@ -324,6 +325,8 @@ def initializer(case: Case, config: DecoderConfig) -> Initializer:
         MODELS[case.model].init_parameter(config, fqn, drawn, generator)
         if full.dim() > 1 and not fqn.endswith("bias"):  # experts' biases have two dims
             drawn.mul_(4)
+        elif fqn.endswith(MAGNITUDE):
+            drawn.uniform_(0.5, 1.5, generator=generator)
         else:
             noise = torch.randn(full.shape, dtype=full.dtype, generator=generator)
             drawn.add_(noise, alpha=0.01 if fqn.endswith("bias") else 0.1)

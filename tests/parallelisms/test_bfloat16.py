@@ -27,6 +27,8 @@ ROWS: list[tuple[int, Keys, list[str]]] = [
     (2, {"pp": 2, "schedule": V}, ["deepseek_v3"]),
     (2, {"tp": 2}, ["llama", "mixtral", "deepseek_v3", "gpt_oss"]),
     (2, {"tp": 2, "sequence_parallel": False}, ["gpt"]),
+    (2, {"tp": 2, "accumulate_in_matmul": True}, ["gpt"]),
+    (2, {"pp": 2, "schedule": V, "accumulate_in_matmul": True}, ["qwen3"]),
     (2, {"cp": 2, "cp_method": "ring"}, ["qwen3_moe", "qwen3_5"]),
     (2, {"cp": 2, "cp_method": "all_gather"}, ["qwen3"]),
     (2, EP2, ["mixtral", "gpt_oss"]),
@@ -65,7 +67,9 @@ def only_adds(case: Case) -> bool:
     parallel, (config, _) = case.parallel, case.resolved()
     accumulates_wide = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     tied = config.tied and (parallel.pp > 1 or accumulates_wide)
-    return parallel.tp == parallel.cp == parallel.ep == parallel.etp == 1 and not tied
+    split = max(parallel.tp, parallel.cp, parallel.ep, parallel.etp) > 1
+    # A matmul that adds to the sum does not round a gradient.
+    return not (split or tied or parallel.accumulate_in_matmul)
 
 
 def differs(case: Case, runs: Runs) -> list[str]:

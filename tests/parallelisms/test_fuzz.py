@@ -69,6 +69,7 @@ def features(case: Case) -> set[str]:
         **{"documents": case.documents, "padding": case.padded},
         **{"AdamW": case.optimizer == "adamw", "compile": case.compile.enable},
         **{"Muon": case.optimizer == "muon", "LoRA": case.lora.rank},
+        **{"DoRA": case.lora.dora},
         **{"narrow moments": case.optimizer == "narrow_adamw"},
         **{"recompute": case.recompute.mode != "none", "step reduction": parallel.reduce == "step"},
         "split backward": layout is not None and layout.splits_backward,
@@ -115,8 +116,15 @@ def draw_case(random: random.Random, model: str) -> Case:
         packing=random.choice(["cut", "best_fit", "pad"]) if packed else "",
         # not Lion, which takes the signs of rounding errors
         optimizer=random.choice(["sgd", "adamw", "narrow_adamw", "muon"]),
-        lora=Lora(rank=random.choice([2, 3])) if random.random() < 0.15 else Lora(),
+        lora=_draw_lora(random, model),
     )
+
+
+def _draw_lora(random: random.Random, model: str) -> Lora:
+    if random.random() >= 0.15:
+        return Lora()
+    dense = not MODELS[model].sizes["debug"].n_experts  # experts have no magnitudes
+    return Lora(rank=random.choice([2, 3]), dora=dense and random.random() < 0.5)
 
 
 def _draw_degrees(random: random.Random) -> dict[str, int]:

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtron.errors import ConfigError
 from dtron.parallelisms import Mesh, parallelize
-from dtron.parallelisms.offload import HostPool, Offload, host_memory
+from dtron.parallelisms.host_memory import HostPool, host_memory
+from dtron.parallelisms.offload import Offload
 from tests.harness import run_ranks
 from tests.models.build import small_config
 from tests.parallelisms.offloaded import (
@@ -249,11 +250,11 @@ def test_second_step_allocates_nothing() -> None:
     assert free == allocated
 
 
-POOL = "dtron.parallelisms.offload"
+POOL = "dtron.parallelisms.host_memory"
 
 
 def test_pool_gives_buffers_of_the_size_asked_for() -> None:
-    pool = HostPool(pinned=False)
+    pool = HostPool(False, ("recompute.offload = true", "use less"))
     first, second = pool.take(10), pool.take(20)
     pool.give(first)
     assert pool.take(20) is not second
@@ -266,8 +267,8 @@ def test_pool_cuts_buffers_from_few_chunks(size: int, monkeypatch: pytest.Monkey
     """Each a power of two, which torch does not round up as it would the buffers."""
     chunks: list[int] = []
     monkeypatch.setattr(f"{POOL}.CHUNK", 2**23)
-    monkeypatch.setattr(f"{POOL}._check_host_memory", lambda more, _: chunks.append(more))
-    pool = HostPool(pinned=False)
+    monkeypatch.setattr(f"{POOL}._check_host_memory", lambda more, *_: chunks.append(more))
+    pool = HostPool(False, ("recompute.offload = true", "use less"))
     buffers = [pool.take(size).data for _ in range(300)]
     assert all(chunk & (chunk - 1) == 0 for chunk in chunks)
     assert max(chunks) <= 2**23
@@ -279,7 +280,7 @@ def test_pool_cuts_buffers_from_few_chunks(size: int, monkeypatch: pytest.Monkey
 
 def test_too_little_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the end of a process by the kernel."""
-    pool = HostPool(pinned=False)
+    pool = HostPool(False, ("recompute.offload = true", "use less"))
     pool.take(2**20)
     monkeypatch.setattr(f"{POOL}.host_memory", lambda: (100 * 2**30, 5 * 2**30))
     with pytest.raises(ConfigError, match=r"only 5\.0 of the host's 100\.0 GiB are available"):

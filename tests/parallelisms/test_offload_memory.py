@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtron.parallelisms.offload import Buffer, Offload, _CopyStream
+from dtron.parallelisms.host_memory import Buffer, CopyStream
+from dtron.parallelisms.offload import Offload
 from dtron.run.process import seed_everything
 from tests.models.build import tokens
 from tests.parallelisms.offloaded import (
@@ -202,7 +203,7 @@ def test_on_a_gpu(mode: Mode, backend: str) -> None:
     assert peak - offloaded_peak >= 0.9 * (GPU_LAYERS - 3) * each
 
 
-class SlowLane(_CopyStream):
+class SlowLane(CopyStream):
     """Copies that begin some milliseconds late on the device, for which the host does not wait."""
 
     def copy(self, pairs: Sequence[tuple[Buffer, Tensor]]) -> torch.cuda.Event | None:

@@ -240,6 +240,7 @@ VARIED = {"window": 5, "softcap": 1.0, "sinks": True}
 ALTERNATE = {"window": 6, "full_attention_every": 2, "sinks": True}
 HIERARCHICAL = Parallel(cp=4, cp_method="hierarchical")
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
+IN_MATMUL: Any = {"accumulate_in_matmul": True}
 ALL_DENSE: dict[str, Any] = {
     **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
     **{"n_shared_experts": 0, "n_groups": 1, "top_groups": 1, "routed_scaling": 1.0},
@@ -482,6 +483,15 @@ SPECIAL = [
     Case("qwen3", 2, Parallel(pp=2, schedule=V), override=TIED, micro_batch=2, loss_chunks=5),
     Case("llama", 4, Parallel(pp=2, tp=2), compile=EAGER, loss_chunks=3),
     Case("llama", 4, Parallel(dp_replicate=2, zero=1, tp=1), dtype="float64", loss_chunks=7),
+    # weight gradients that their matmul adds to the sum
+    Case("llama", 2, Parallel(zero=1, **IN_MATMUL), FULL, EAGER),
+    Case("gpt", 2, Parallel(tp=2, **IN_MATMUL), override=TIED),
+    Case("qwen3", 4, Parallel(cp=2, tp=2, zero=1, **IN_MATMUL), SELECTIVE, EAGER),
+    Case("qwen3", 2, Parallel(pp=2, schedule=V, **IN_MATMUL)),
+    Case("llama", 2, Parallel(pp=2, zero=1, defer_head=1, **IN_MATMUL)),
+    Case("mixtral", 2, Parallel(ep=2, zero=1, **IN_MATMUL), sequences=6),
+    Case("llama", 2, Parallel(zero=3, reduce="step", **IN_MATMUL), loss_chunks=3),
+    Case("gpt", 4, Parallel(dp_replicate=2, zero=2, reduce="step", **IN_MATMUL)),
     # products fused with their communication: siblings, biases, several sequences
     Case("llama", 2, Parallel(tp=2, async_tp=True), loss_chunks=3),
     Case("llama", 2, Parallel(tp=2, async_tp=True), micro_batch=2, compile=EAGER),
@@ -628,6 +638,7 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
+    float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),
     float8("tensorwise", 2, Parallel(tp=2, async_tp=True), "qwen3", override=WIDE_HEADS | ONE),

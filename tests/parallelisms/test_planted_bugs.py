@@ -25,6 +25,7 @@ from dtron.float8 import async_tp as fused
 from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
+from dtron.lora import dora
 from dtron.models import gated_delta_net
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
@@ -57,6 +58,11 @@ def replicas_not_reduced() -> None:
 def adapters_not_reduced() -> None:
     """Each tp rank updates the replicated factors of adapters by its own part of the gradient."""
     tensor.is_partial = lambda _kind, _parameter: False
+
+
+def norms_of_own_columns() -> None:
+    """Each tp rank divides by the norms of its own columns of the adapted matrices."""
+    dora.sum_columns = lambda squares, _weight: squares
 
 
 def tied_gradient_dropped() -> None:
@@ -337,10 +343,10 @@ def queued_float8_matmul_dropped() -> None:
     """The queue forgets each weight's second float8 gradient of a step."""
     take, seen = WeightGradients.take, Counter()
 
-    def most(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+    def most(self: WeightGradients, weight: Tensor, matmul: Any, *total: Any) -> None:
         seen[id(weight)] += isinstance(matmul, weight_gradient.Float8Matmul)
         if seen[id(weight)] != 2:
-            take(self, weight, matmul)
+            take(self, weight, matmul, *total)
 
     WeightGradients.take = most  # type: ignore[method-assign]
 
@@ -349,12 +355,12 @@ def scales_of_the_micro_batch_before() -> None:
     """W multiplies by the scales that the layer's last micro-batch left."""
     take, last = WeightGradients.take, {}
 
-    def stale(self: WeightGradients, weight: Tensor, matmul: Any) -> None:
+    def stale(self: WeightGradients, weight: Tensor, matmul: Any, *total: Any) -> None:
         if isinstance(matmul, weight_gradient.Float8Matmul):
             old = last.get(id(weight), matmul.operands.scales)
             last[id(weight)] = matmul.operands.scales
             matmul = replace(matmul, operands=replace(matmul.operands, scales=old))
-        take(self, weight, matmul)
+        take(self, weight, matmul, *total)
 
     WeightGradients.take = stale  # type: ignore[method-assign]
 
@@ -652,6 +658,7 @@ BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
+    Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),
     Bug(replicas_not_reduced, replace(EP, parallel=Parallel(etp=2), lora=Lora(rank=4)), FACTORS),
     Bug(tied_gradient_dropped, LOOP, r"gradient embed\.weight"),
     Bug(tied_gradient_dropped, V, r".*embed\.weight: the copies differ"),

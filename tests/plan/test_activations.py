@@ -208,7 +208,7 @@ def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) 
     config, kind = model_config(name, "debug"), kind_of(name, layer)
     messages = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
     for rows, field in zip(messages, ("x", "grad"), strict=True):
-        storages = [getattr(item, field).untyped_storage() for _, item in gradients._queues[0]]
+        storages = [getattr(item, field).untyped_storage() for _, item, _ in gradients._queues[0]]
         real = {each.data_ptr(): each.nbytes() // (B * T) for each in storages}
         assert sorted(real.values()) == sorted(2 * row.width for row in rows), field
 
@@ -222,7 +222,7 @@ def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
     out = torch.compile(unit, backend=SAME)(*inputs)
     with gradients.collect(0):
         out.backward(torch.randn_like(out))
-    operands = [item.operands for _, item in gradients._queues[0]]  # type: ignore[attr-defined]
+    operands = [item.operands for _, item, _ in gradients._queues[0]]  # type: ignore[attr-defined]
     tensors = [tensor for each in operands for tensor in (each.left, each.right)]
     real = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     words = f"model.name=llama model.size=debug train.seq_len={T} train.micro_batch={B} "

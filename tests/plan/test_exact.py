@@ -66,6 +66,12 @@ CASES = {
         "parallel.tp=2 parallel.pp=2 parallel.schedule=Interleaved1F1B train.loss_chunks=2",
     ),
     "adapters": (DENSE, 4, "parallel.tp=2 lora.rank=16 parallel.zero=2"),
+    "DoRA": (DENSE, 4, "parallel.tp=2 lora.rank=16 lora.dora=true parallel.zero=2"),
+    "DoRA, async TP": (
+        DENSE,
+        2,
+        "parallel.tp=2 lora.rank=8 lora.dora=true parallel.async_tp=true recompute.mode=selective",
+    ),
     "adapters of a block": (DENSE, 2, 'lora.rank=8 lora.modules=["blocks.1.attn"] parallel.zero=3'),
     "adapters of experts": (
         MIXTURE,
@@ -86,10 +92,18 @@ IN_PARTS = {
     "dense": (f"{WIDE}8", "parallel.schedule=InterleavedZeroBubble"),
 }
 """Wide enough for small vectors, and what is on its way between stages, to be little."""
+IN_MATMUL = "parallel.accumulate_in_matmul=true"
+NARROW = (
+    "model.override.vocab_size=512 model.override.ffn_dim=8192 train.seq_len=64 "
+    "model.override.n_layers=4"
+)
+"""The peak is in a block's backward, which then has no gradients in bfloat16."""
 ACCUMULATED = {
     "zero 2": (2, "parallel.zero=2 train.global_batch=8"),
     "zero 3": (2, "parallel.zero=3 train.global_batch=8"),
     "exchanged": (2, "parallel.zero=2 train.global_batch=8 parallel.reduce_by=all_to_all"),
+    "in the matmul": (2, f"{NARROW} parallel.zero=1 train.global_batch=8 {IN_MATMUL}"),
+    "in the matmul, alone": (1, f"{NARROW} train.global_batch=4 {IN_MATMUL}"),
     "rows of embeddings": (2, "parallel.tp=2 parallel.zero=1"),
 }
 

@@ -9,7 +9,7 @@ from dtron.config import Optim, Parallel, RunConfig
 from dtron.models import MODELS
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
-from dtron.plan.memory import expandable, memory, worst
+from dtron.plan.memory import expandable, memory, offloaded, offloaded_by_host, worst
 from dtron.plan.parameters import held
 from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.steptime import predict
@@ -75,6 +75,26 @@ def test_model_state_of_real_ranks(case: Case) -> None:
         assert held[0] == rank.classes["parameters"]
         assert held[1] == rank.classes["parameters"]  # shards of gradients, once reduced
         assert held[2] == rank.classes["optimizer"]
+
+
+def test_moments_in_host_memory_are_counted_there() -> None:
+    """And the update takes as long as their copies, which it overlaps with each other."""
+    h200 = hardware("h200")
+    bytes_of = 2 * 4.0 * 8.03e9 / 2  # two moments of half of Llama-3-8B
+    resident, half, all_ = (
+        Resolved.of(RunConfig.load(LLAMA, ["parallel.zero=3", f"optim.offload={part}"]), 2)
+        for part in (0, 0.5, 1)
+    )
+    plans = [worst(memory(run)) for run in (resident, half, all_)]
+    for run, plan, part in zip((resident, half, all_), plans, (0, 0.5, 1), strict=True):
+        assert offloaded(run) == pytest.approx(part * bytes_of, rel=0.03)
+        assert plan.classes["optimizer"] == pytest.approx((1 - part) * bytes_of, rel=0.03, abs=1e8)
+        assert plans[0].peak - plan.peak == pytest.approx(offloaded(run))
+        assert plans[0].reserved - plan.reserved >= offloaded(run)
+    assert offloaded_by_host(all_, h200) == 2 * offloaded(all_)
+    update = predict(all_, h200).parts["update"]
+    assert update == pytest.approx(offloaded(all_) / h200.host_link, rel=0.02)
+    assert update > 3 * predict(resident, h200).parts["update"]
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -82,6 +82,11 @@ FEATURES = [
     Feature("reduce_dtype bfloat16", _parallel(reduce_dtype="bfloat16"), SHARDS),
     Feature("reduce_by all_to_all", _parallel(reduce_by="all_to_all"), SHARDS),
     Feature("copy_engines", _parallel(copy_engines=True), SHARDS),
+    Feature(
+        "accumulate_in_matmul",
+        _parallel(accumulate_in_matmul=True),
+        {**_parallel(dp_shard=2, zero=1), "train.global_batch": 32},
+    ),
     *(Feature(f"recompute {m}", {"recompute.mode": m}) for m in ("full", "attention", "selective")),
     Feature("recompute.modules", {"recompute.mode": "full", "recompute.modules": ["attn"]}),
     Feature("recompute.offload", {"recompute.offload": True}),

@@ -36,6 +36,8 @@ TP = "parallel.tp=2 compile.enable=true"
 CP = "parallel.cp=4"
 SHARED = {"zero": 2, "reduce_by": "all_to_all", "copy_engines": True}
 """Choices of a run whose ranks share parameters inside a host."""
+SPLIT = {"zero": 2, "schedule": "ZBVZeroBubble", "accumulate_in_matmul": True}
+"""Choices of a pipeline."""
 
 
 SMALL = [
@@ -72,7 +74,11 @@ CHOSEN = [
     ("train.global_batch=8", SHARED),
     ("train.global_batch=16", SHARED),
     ("parallel.zero=3", {"reduce_by": "all_to_all", "copy_engines": True}),
-    ("parallel.zero=1 train.global_batch=16", {}),  # sums of micro-batches would be rounded
+    # sums of micro-batches would be rounded by all_to_all
+    ("parallel.zero=1 train.global_batch=16", {"accumulate_in_matmul": True}),
+    ("parallel.zero=1 train.global_batch=16 train.dtype=float32", {}),
+    ("parallel.zero=1 train.global_batch=16 lora.rank=4", {}),
+    (f"{TP} parallel.zero=1 train.global_batch=16", {"async_tp": True}),
     ("parallel.reduce_by=all_to_all train.dtype=float32", {"zero": 2, "copy_engines": True}),
     (CP, {**SHARED, "cp_method": "ulysses"}),
     (f"{CP} model.override.n_heads=6 model.override.n_kv_heads=2 model.override.head_dim=16",
@@ -85,8 +91,9 @@ CHOSEN = [
     (f"{MIXTURE} parallel.etp=2", SHARED),
     (f"{MIXTURE} compile.enable=true recompute.mode=selective",  # refused with all_to_all
      {**SHARED, "dispatcher": "symmetric_memory"}),
-    (PIPELINE, {"zero": 2, "schedule": "ZBVZeroBubble"}),
-    (f"{PIPELINE} parallel.zero=1", {"schedule": "ZBVZeroBubble"}),
+    (PIPELINE, SPLIT),
+    (f"{PIPELINE} parallel.zero=1",
+     {"schedule": "ZBVZeroBubble", "accumulate_in_matmul": True}),
     (f"{PIPELINE} parallel.zero=3", {"reduce_by": "all_to_all", "copy_engines": True}),
     (f"{PIPELINE} parallel.pp_layout=Ett|ttttttL", SHARED),  # a stage per rank
     (f"{PIPELINE} parallel.defer_head=1", {"zero": 2, "schedule": "Interleaved1F1B"}),
@@ -104,7 +111,8 @@ CHOSEN = [
     (f"{TP} model.name=mixtral parallel.ep=2 float8.recipe=tensorwise",
      {**SHARED, "dispatcher": "symmetric_memory"}),
     (f"{TP} model.name=deepseek_v3", SHARED),
-    (f"{TP} parallel.pp=2 parallel.schedule=ZBVZeroBubble", {"zero": 2}),
+    (f"{TP} parallel.pp=2 parallel.schedule=ZBVZeroBubble",
+     {"zero": 2, "accumulate_in_matmul": True}),
     (f"{TP} float8.recipe=rowwise", SHARED),
 ]  # fmt: skip
 
@@ -119,6 +127,7 @@ EVERYTHING = {
     "parallel.dispatcher": MIXTURE,
     "parallel.schedule": PIPELINE,
     "parallel.async_tp": TP,
+    "parallel.accumulate_in_matmul": "parallel.zero=1 train.global_batch=16",
     "train.loss_chunks": "",
     "recompute.mode": "",
     "parallel.zero": "",
@@ -158,7 +167,7 @@ def test_what_is_set_is_obeyed(key: str) -> None:
     ids=["no GPUs", "ranks on several hosts", "no NVLink"],
 )
 def test_a_choice_needs_the_machine(key: str, machine: Machine) -> None:
-    anywhere = {"zero", "schedule"} if machine.gpus else set()
+    anywhere = {"zero", "schedule", "accumulate_in_matmul"} if machine.gpus else set()
     assert set(chosen(EVERYTHING[key], machine)) <= anywhere
 
 
@@ -192,7 +201,8 @@ def test_a_choice_fits() -> None:
     assert chosen("", share=of(zero=0.96)) == {"reduce_by": "all_to_all", "copy_engines": True}
     assert chosen("", share=of(zero=0.95)) == SHARED
     assert chosen(f"{PIPELINE} parallel.zero=1", share=of(schedule=0.96)) == {
-        "schedule": "Interleaved1F1B"
+        "schedule": "Interleaved1F1B",
+        "accumulate_in_matmul": True,
     }
     assert chosen("", share=0.97) == SHARED  # none needs more
     assert chosen("", share=float("inf")) == {}  # unknown
@@ -377,7 +387,7 @@ def test_predictions_are_few() -> None:
 def test_a_choice_may_mend_a_default() -> None:
     """1F1B has a stage a rank; a run that stays refused has no choices."""
     two = f"{PIPELINE} parallel.stages_per_rank=2"
-    assert chosen(two) == {"zero": 2, "schedule": "ZBVZeroBubble"}
+    assert chosen(two) == SPLIT
     run = ModelCandidate(config_of(f"{two} parallel.tp=2"), 8)
     assert choose(run, HOST, lambda _: 0.5).chosen == {}
 

@@ -1,5 +1,6 @@
 """`optim.name` of an optimizer outside of dtron, and the optimizer of a Trainer."""
 
+import json
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -66,6 +67,11 @@ def test_torchs_adamw_trains_as_dtrons_in_layouts_and_after_a_resume(
     if not layout:
         run_ranks(1, fit_with_factory, tiny(tmp_path / "factory", **own))
         assert losses(tmp_path / "factory") == losses(tmp_path / "custom")
+        for run in ("factory", "custom"):
+            info = json.loads((tmp_path / run / "run.json").read_text(encoding="utf-8"))
+            assert info["optimizer"] == f"{HERE}:torch_adamw"
+            config = (tmp_path / run / "config.toml").read_text(encoding="utf-8")
+            assert f'name = "{HERE}:torch_adamw"' in config
 
 
 def test_gradients_are_scaled_and_non_finite_steps_skipped() -> None:

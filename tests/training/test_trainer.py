@@ -869,6 +869,37 @@ def test_sampling_and_profile_and_masked_documents(tmp_path: Path) -> None:
     assert {p.name for p in (run_dir / "trace").iterdir()} == {"rank-0.json", "rank-1.json"}
 
 
+def test_modules_and_micro_batches_are_marked_in_traces_of_the_chosen_ranks(tmp_path: Path) -> None:
+    """Backwards from the last block to the first, with recomputed children inside."""
+    changes = {"metrics__profile_start": 2, "metrics__profile_ranks": [1], "metrics__nvtx": True}
+    changes |= {"train__micro_batch": 1, "recompute__mode": "full", "train__steps": 2}
+    run_ranks(2, fit, tiny(tmp_path, **changes))
+    (trace,) = (tmp_path / "trace").iterdir()
+    assert trace.name == "rank-1.json"
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    marks = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"}
+
+    def begin(name: str) -> float:
+        return marks[name][0]
+
+    for i in range(2):
+        of = f"micro-batch {i}"
+        assert begin(f"forward, {of}") < begin(f"embed forward, {of}")
+        assert begin(f"blocks.0 forward, {of}") < begin(f"blocks.1 forward, {of}")
+        order = [f"{name} backward, {of}" for name in ("norm", "blocks.1", "blocks.0", "embed")]
+        assert sorted(order, key=begin) == order
+        assert begin(f"blocks.0 forward, {of}") < begin(f"blocks.0.attn forward, {of}")
+        if i:
+            assert begin(f"forward, {of}") >= marks[f"embed backward, micro-batch {i - 1}"][1]
+    name = "blocks.0.attn forward, micro-batch 1"
+    spans = [(e["ts"], e["dur"]) for e in events if e["name"] == name]
+    assert len(spans) == 2
+    first, last = marks["blocks.0 backward, micro-batch 1"]
+    again, seconds = max(spans)
+    assert first <= again < again + seconds <= last
+    assert {"dtron::optimizer", "dtron::loss"} <= marks.keys()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

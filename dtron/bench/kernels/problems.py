@@ -6,7 +6,10 @@ from dtron.bench.kernels.problem import Problem
 PROBLEMS: dict[str, Problem] = {
     "attention": attention.ATTENTION,
     "adamw": updates.ADAMW,
+    "lion": updates.LION,
+    "muon": updates.MUON,
     "sums": updates.SUMS,
+    "gradient sums": updates.GRADIENT_SUMS,
     "float8 cast": float8.CAST,
     "float8 gated": float8.GATED,
     "permute": experts.PERMUTE,

@@ -1,4 +1,4 @@
-"""Problems of `dtron bench kernels` after the backward: sums over ranks, and AdamW."""
+"""Problems of `dtron bench kernels` about gradients: their sums, and optimizers."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,7 +18,10 @@ from dtron.bench.kernels.problem import (
     normal,
     seeded,
 )
+from dtron.kernels import lion
+from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.adamw import Rates, adamw_
+from dtron.kernels.muon import momentum_, move_
 from dtron.kernels.sums import sum_of_parts_
 
 # Inputs are lists: parameters, gradients, first and second moments, and counts of updates.
@@ -108,6 +111,62 @@ def _summed(parts: Tensor) -> Tensors:
     return [out]
 
 
+def _draw_gradient(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Draw the sum (out, in) in float32, the output's gradient (N, out) and the input (N, in)."""
+    tokens, width_in, width_out = shape
+    (total,) = normal(torch.float32, device, (width_out, width_in))
+    return [total, *normal(dtype, device, (tokens, width_out), (tokens, width_in))]
+
+
+def _added_after(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    return [total.add_(grad.t() @ x)]
+
+
+def _added_in_matmul(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
+    multiply_into(total, grad.t(), x, add=True)
+    return [total]
+
+
+def _own_sum(total: Tensor, *operands: Tensor) -> Inputs:
+    return total.clone(), *operands
+
+
+def _draw_moved(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Draw a parameter, its gradient and its momentum, of (elements,)."""
+    return normal(dtype, device, shape, shape, shape)
+
+
+def _own_three(*drawn: Tensor) -> Inputs:
+    return [x.clone() for x in drawn]
+
+
+def _torch_lion(p: Tensor, g: Tensor, m: Tensor) -> Tensors:
+    """Update with the formula of dtron/kernels/lion.py, one operator at a time."""
+    p.mul_(1 - 0.001).sub_(m.lerp(g, 0.1).sign_().mul_(0.01))
+    m.lerp_(g, 0.01)
+    return [p]
+
+
+def _dtron_lion(p: Tensor, g: Tensor, m: Tensor) -> Tensors:
+    rates = lion.Rates(lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    lion.lion_([p], [g], [m], torch.ones((), device=p.device), rates)
+    return [p]
+
+
+def _torch_muon(p: Tensor, g: Tensor, m: Tensor) -> Tensors:
+    """Do the elementwise parts of Muon, one operator at a time."""
+    m.lerp_(g, 0.05)
+    p.mul_(0.999).sub_(g.lerp(m, 0.95).bfloat16(), alpha=0.01)
+    return [p]
+
+
+def _dtron_muon(p: Tensor, g: Tensor, m: Tensor) -> Tensors:
+    one, u = torch.ones((), device=p.device), torch.empty_like(p, dtype=torch.bfloat16)
+    momentum_(g, m, u, one, 0.95)
+    move_(p, u, one, 0.999, 0.01)
+    return [p]
+
+
 ADAMW = Problem(
     modules=("adamw", "adamw_triton"),
     dims="tensors, elements per tensor",
@@ -141,4 +200,55 @@ SUMS = Problem(
         KernelRow("dtron", _summed, None, needs_triton),
     ),
     parts=("sum",),
+)
+
+GRADIENT_SUMS = Problem(
+    modules=("accumulate",),
+    dims="tokens, width in, width out",
+    # Llama-3-8B's gate and up.
+    shapes={"cuda": (8192, 4096, 14336), "cpu": (256, 64, 96)},
+    draw=_draw_gradient,
+    flops=lambda shape: (2.0 * shape[0] * shape[1] * shape[2],),
+    # The sum is read and written.
+    n_bytes=lambda total, grad, x: (2.0 * total.nbytes + grad.nbytes + x.nbytes,),
+    reference="separate",
+    rows=(
+        KernelRow("separate", _added_after, inputs=_own_sum),
+        KernelRow("in the matmul", _added_in_matmul, inputs=_own_sum),
+    ),
+    parts=("matmul and sum",),
+)
+
+LION = Problem(
+    modules=("lion", "lion_triton"),
+    dims="elements",
+    shapes={"cuda": (2**28,), "cpu": (2**18,)},
+    draw=_draw_moved,
+    flops=lambda shape: (9.0 * shape[0],),
+    # The gradient is read once; parameter and momentum are read and written.
+    n_bytes=lambda p, g, m: (2.0 * p.nbytes + g.nbytes + 2.0 * m.nbytes,),
+    rows=(
+        KernelRow("formula", _torch_lion, inputs=_own_three),
+        KernelRow("dtron", _dtron_lion, None, needs_triton, _own_three),
+    ),
+    parts=("update",),
+    compared=None,
+    dtype=torch.float32,
+)
+
+MUON = Problem(
+    modules=("muon", "muon_triton"),
+    dims="elements",
+    shapes={"cuda": (2**28,), "cpu": (2**18,)},
+    draw=_draw_moved,
+    flops=lambda shape: (9.0 * shape[0],),
+    # As Lion's, and a bfloat16 tensor is written and read.
+    n_bytes=lambda p, g, m: (2.0 * p.nbytes + g.nbytes + 2.0 * m.nbytes + 4.0 * p.numel(),),
+    rows=(
+        KernelRow("formula", _torch_muon, inputs=_own_three),
+        KernelRow("dtron", _dtron_muon, None, needs_triton, _own_three),
+    ),
+    parts=("momentum and update",),
+    compared=None,
+    dtype=torch.float32,
 )

@@ -22,8 +22,8 @@ from dtron.errors import ArgumentParser, ConfigError
 from dtron.io.filesystem import write_atomically
 from dtron.io.svg import element, heading, picture, text
 
-_SMOOTHING = 0.9
-"""Decay of the mean of losses over steps."""
+_WINDOW = 0.05
+"""Steps over which losses are averaged, as a fraction of the test's steps."""
 _DIVERGED = 2.0
 """The test ends where the smoothed loss is this multiple of its lowest value."""
 _FRACTION = 0.1
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str], new_folder: Callable[[], Path]) -> int:
     words = [*given.overrides, *(f"{key}={json.dumps(value)}" for key, value in ramp.items())]
     outcome = run_point(given.config, words, {}, options, out, "learning-rate range test")
     log = out / "run" / "metrics.jsonl"
-    found = read_points(log) if log.exists() else []
+    found = read_points(log, given.steps) if log.exists() else []
     if outcome.status != "ok" and not found:
         print(f"{outcome.status}: {outcome.reason}")
         return 1
@@ -99,8 +99,13 @@ def lr_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_points(log: Path) -> list[Point]:
-    """Read the steps of a test from metrics.jsonl, until the loss diverges or is not finite."""
+def read_points(log: Path, steps: int) -> list[Point]:
+    """Read the steps of a test from metrics.jsonl, until the loss diverges or is not finite.
+
+    Args:
+        steps: planned number of steps; a test of at most 20 has losses that are not smoothed.
+    """
+    decay = 1 - 1 / max(1.0, _WINDOW * steps)
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     found: list[Point] = []
     mean, lowest = 0.0, math.inf
@@ -108,8 +113,8 @@ def read_points(log: Path) -> list[Point]:
         loss = row["loss"]
         if loss is None or not math.isfinite(loss):
             break
-        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smoothed = mean / (1 - _SMOOTHING**number)
+        mean = decay * mean + (1 - decay) * loss
+        smoothed = mean / (1 - decay**number)
         found.append(Point(row["lr"], loss, smoothed))
         lowest = min(lowest, smoothed)
         if smoothed > _DIVERGED * lowest:
@@ -126,8 +131,8 @@ def suggestion(found: Sequence[Point]) -> float | None:
 
 
 def table(found: Sequence[Point]) -> str:
-    """Return about 20 of the steps, with the last one."""
-    every = -(-len(found) // _ROWS)
+    """Return 20 to 40 of the steps, or all if they are fewer, with the last one."""
+    every = max(1, len(found) // _ROWS)
     shown = [each for i, each in enumerate(found, 1) if i % every == 0 or i == len(found)]
     rows = [f"{each.rate:11.3e}  {each.loss:9.4f}  {each.smoothed:9.4f}" for each in shown]
     return "\n".join([f"{'rate':>11}  {'loss':>9}  {'smoothed':>9}", *rows])

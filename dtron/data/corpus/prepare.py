@@ -17,7 +17,7 @@ from dtron.data.corpus.shards import FORMAT, Shard, write_corpus, write_json
 from dtron.data.corpus.token_corpus import TokenCorpus, open_corpus
 from dtron.data.corpus.tokenize import write_shards
 from dtron.data.tokenizer import Tokenizer
-from dtron.errors import DataError
+from dtron.errors import DataError, counted
 from dtron.io.filesystem import Location, names_in, read, write_atomically
 from dtron.io.remote_path import UnreachableError
 from dtron.io.untrusted import parse
@@ -114,12 +114,12 @@ def summary(name: str, corpus: TokenCorpus, shards: Sequence[Shard]) -> str:
     _, _, lengths = next(corpus.documents())  # of at most 2^22 documents
     lines = [
         name,
-        f"  {n:,} documents, {tokens:,} tokens, {len(shards):,} shards",
-        f"  {sum(shard.empty for shard in shards):,} documents without text were left out",
-        f"  {corpus.duplicates:,} documents are duplicates of earlier ones",
+        f"  {counted(n, 'document')}, {counted(tokens, 'token')}, {counted(len(shards), 'shard')}",
+        f"  left out, without text: {counted(sum(shard.empty for shard in shards), 'document')}",
+        f"  duplicates of earlier ones: {counted(corpus.duplicates, 'document')}",
         *([f"  {tokens / characters:.3f} tokens per character"] if characters else []),
         f"  document length in tokens: {percentiles(lengths)}",
-        f"  documents of each of {len(sources):,} files:",
+        f"  documents by file ({counted(len(sources), 'file')}):",
     ]
     shown = sources.most_common(_SHOWN_SOURCES)
     lines += [f"    {count:12,}  {path}" for path, count in shown]

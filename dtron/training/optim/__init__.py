@@ -22,6 +22,7 @@ from dtron.training.optim.custom import (
 )
 from dtron.training.optim.elementwise import SGD, Lion
 from dtron.training.optim.muon import Muon
+from dtron.training.optim.offloaded import OffloadedAdamW
 
 __all__ = [
     "OPTIMIZERS",
@@ -43,7 +44,10 @@ def _moments(options: Optim) -> torch.dtype | None:
 
 def _adamw(groups: list[dict], options: Optim) -> AdamW:
     betas = (options.beta1, options.beta2)
-    return AdamW(groups, _moments(options), lr=options.lr, betas=betas, eps=options.eps)
+    settings = {"lr": options.lr, "betas": betas, "eps": options.eps}
+    if options.offload:
+        return OffloadedAdamW(groups, _moments(options), options.offload, **settings)
+    return AdamW(groups, _moments(options), **settings)
 
 
 def _adamw8bit(groups: list[dict], options: Optim) -> AdamW:

@@ -44,13 +44,20 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
+        self._update_all()
+
+    def _update_all(self) -> None:
         for group, counts in zip(self.param_groups, self._counts, strict=True):
             if members := [p for p in group["params"] if p.grad is not None]:
                 self._update_group(members, group, counts)
 
     def _update_group(self, members: list[Tensor], group: dict, counts: Counts) -> None:
+        self._update_members(members, group, counts, self._needs_adamw_(members))
+
+    def _update_members(
+        self, members: list[Tensor], group: dict, counts: Counts, by_adamw_: bool
+    ) -> None:
         states = [self._state(p) for p in members]
-        beta1, beta2 = group["betas"]
         self._update(
             [local_part(p) for p in members],
             [local_part(p.grad) for p in members],  # type: ignore[arg-type]
@@ -58,9 +65,21 @@ class AdamW(torch.optim.AdamW):
             [local_part(state["exp_avg_sq"]) for state in states],
             [state["step"] for state in states],
             self._factor(members[0]),
-            Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
+            rates_of(group),
             counts,
+            by_adamw_,
         )
+
+    def _needs_adamw_(self, members: list[Tensor]) -> bool:
+        """Whether dtron's `adamw_` updates these parameters, instead of torch's fused kernel.
+
+        torch's kernel is faster on CPUs, supports float64, and updates many small tensors in one
+        launch. The Triton kernel supports other dtypes of moments.
+        """
+        shards = [local_part(p) for p in members]
+        by_triton = all(p.is_cuda and p.dtype == torch.float32 for p in shards)
+        large = sum(p.numel() for p in shards) >= _LARGE * len(shards)
+        return self.moments is not None or (by_triton and large)
 
     def _factor(self, parameter: Tensor) -> Tensor:
         return torch.ones((), device=parameter.device) if self.scale is None else self.scale
@@ -75,12 +94,9 @@ class AdamW(torch.optim.AdamW):
         scale: Tensor,
         rates: Rates,
         counts: Counts,
+        by_adamw_: bool,
     ) -> None:
-        # torch's kernel is faster on CPUs, supports float64, and updates many small tensors in one
-        # launch. The Triton kernel supports other dtypes of moments.
-        by_triton = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
-        large = sum(p.numel() for p in parameters) >= _LARGE * len(parameters)
-        if self.moments is not None or (by_triton and large):
+        if by_adamw_:
             together = counts.together(steps)
             adamw_(parameters, gradients, firsts, seconds, together, scale, rates)
             return
@@ -101,7 +117,7 @@ class AdamW(torch.optim.AdamW):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 state[name] = self._zeros(parameter)
         return state
 
@@ -109,7 +125,14 @@ class AdamW(torch.optim.AdamW):
         return torch.zeros_like(parameter, dtype=self.moments)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+def rates_of(group: dict) -> Rates:
+    """Return the scalars of an update from a parameter group's settings."""
+    beta1, beta2 = group["betas"]
+    return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the moments in a parameter's state."""
 _LARGE = 2**20
 """Mean number of elements per tensor above which updating a tensor takes longer than launching a
 kernel for it (7 us on an H200)."""

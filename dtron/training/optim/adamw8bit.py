@@ -24,12 +24,9 @@ from torchao.optim.quant_utils import (
 from dtron.errors import ConfigError
 from dtron.kernels.adamw import Counts
 from dtron.parallelisms.gradients import local_part
+from dtron.setup.optim_groups import BLOCK, has_8bit_moments
 from dtron.training.optim.adamw import AdamW
 
-BLOCK = 256
-"""Elements with one scale."""
-_SMALL = 4096
-"""Parameters with fewer elements have float32 moments, as in torchao and bitsandbytes."""
 _CHUNK = 2**25
 """Elements that are updated at once; a multiple of BLOCK."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,11 +88,13 @@ class AdamW8bit(AdamW):
 
 def is_quantized(p: Tensor) -> bool:
     """Whether the moments of a parameter have 8 bits; it does not depend on the layout."""
-    return p.dim() > 0 and p.numel() >= _SMALL and p.shape[-1] % BLOCK == 0
+    return has_8bit_moments(p.shape)
 
 
 def check_blocks(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ConfigError if the rows of a shard of a trained parameter are not whole blocks.
+
+    Rules refuse such widths of tp and etp before the start; this also checks FSDP's shards.
 
     Args:
         named: (FQN, parameter) pairs.

@@ -39,6 +39,12 @@ def custom_optimizer(name: str) -> OptimizerFactory | None:
     return cast(OptimizerFactory, factory)
 
 
+def factory_name(factory: OptimizerFactory) -> str:
+    """Return `MODULE:NAME` of a factory; of a callable object, those of its class."""
+    named: Any = factory if hasattr(factory, "__qualname__") else type(factory)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def build_custom(
     factory: OptimizerFactory, named: Sequence[tuple[str, Tensor]], options: Optim
 ) -> torch.optim.Optimizer:

@@ -73,12 +73,13 @@ class Lion(torch.optim.Optimizer):
             if not members:
                 continue
             one = torch.ones((), device=members[0].device)
+            beta1, beta2 = group["betas"]
             lion_(
                 [local_part(p) for p in members],
                 local_gradients(members),
                 [local_part(self._moment(p)) for p in members],
                 one if self.scale is None else self.scale,
-                Rates(group["lr"], *group["betas"], group["weight_decay"]),
+                Rates(group["lr"], beta1, beta2, group["weight_decay"]),
             )
 
     def _moment(self, parameter: Tensor) -> Tensor:

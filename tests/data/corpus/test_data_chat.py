@@ -205,8 +205,7 @@ def test_the_cache_knows_the_template_and_prepared_folders_hold_the_mask(
 
 
 def test_tokens_and_masks_are_those_of_transformers(make: Make, tmp_path: Path, bpe: Path) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     made = transformers.PreTrainedTokenizerFast(tokenizer_file=str(bpe), bos_token="<|pad|>")
     reference: Any = made
     for text in (PLAIN, MARKED, CHATML):
@@ -230,13 +229,11 @@ def test_tokens_and_masks_are_those_of_transformers(make: Make, tmp_path: Path, 
 
 
 def test_tables_hold_the_same_chats(make: Make, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
+    pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     chats = [{"messages": TURNS, "tools": None}, {"messages": CALLS, "tools": TOOLS}] * 2
     data = make(chats, chat_template=template(tmp_path, PLAIN))
-    table = pyarrow.Table.from_pylist(chats)
-    pyarrow.parquet.write_table(table, str(tmp_path / "chats.parquet"))
+    pq.write_table(pa.Table.from_pylist(chats), str(tmp_path / "chats.parquet"))
     values = {"source": "hf", "hf_path": str(tmp_path / "chats.parquet")}
     streamed = data.model_copy(update={**values, "hf_streaming": True})
     found = [

@@ -1,0 +1,84 @@
+"""Tables of who holds memory: bytes that autograd keeps, of a run, and next to its plan."""
+
+import gc
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dtron.cli import commands
+from dtron.config import RunConfig
+from dtron.faults.memory_table import SavedTensors, read_table
+from dtron.kernels.torch_internals import MemoryHistory
+from dtron.plan import activations
+from dtron.plan.run_shape import Resolved
+from tests.harness import run_ranks
+from tests.training.test_trainer import fit, tiny
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_saved_tensors_are_counted_by_module_and_until_the_backward() -> None:
+    """Without weights, each storage once; also without Python's search for cycles."""
+    blocks = nn.Sequential(Block(), Block())
+    saved = SavedTensors({m: name for name, m in blocks.named_modules() if name})
+    gc.disable()
+    try:
+        for _ in range(2):
+            with saved.recording():
+                blocks(torch.randn(4, 8)).square().sum().backward()
+    finally:
+        gc.enable()
+    # The input of each `up`, the result of relu, which is the input of `down` as well, and of the
+    # loss its input. A micro-batch is over before the next one begins.
+    wide, narrow = 4 * 32 * 4, 4 * 8 * 4
+    assert saved.at_peak == {"0.up": narrow, "0": wide, "1.up": narrow, "1": wide, "loss": narrow}
+    assert saved.now.total() == 0
+
+
+def test_a_step_is_recorded_and_shown_next_to_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = tiny(run, metrics__memory_snapshot=2, parallel__pp=2, train__steps=2)
+    run_ranks(2, fit, config)
+    tables = [read_table(run / f"memory/rank-{rank}.json") for rank in range(2)]
+    config = RunConfig.load(run / "config.toml")
+    shape = Resolved.of(config, 2)
+    assert commands(["memory", str(run)]) == 0
+    printed = capsys.readouterr().out
+    for table, planned in zip(tables, shape.stages, strict=True):
+        totals = table.totals
+        assert totals["parameters"] == totals["gradients"] > 0
+        assert totals["optimizer"] == pytest.approx(2 * totals["parameters"], rel=0.01)
+        blocks = sum(n for fqn, n in table.classes["activations"].items() if "blocks." in fqn)
+        kept = sum(sum(activations.kept(shape, layer).values()) for layer in planned.layers)
+        flying = 2 - table.pp_rank  # micro-batches of 1F1B
+        # factors of norms, which the plan leaves out, count in a model of this width
+        assert blocks == pytest.approx(flying * kept, rel=0.2)
+        assert f"memory of rank {table.rank}, step 2; then as planned" in printed
+    assert commands(["memory", str(tmp_path)]) == 1
+    assert "has no tables; set metrics.memory_snapshot" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_snapshot_of_a_gpu_has_stacks(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    history, held = MemoryHistory(), []
+    history.begin()
+    held.append(torch.ones(2**20, device="cuda"))
+    history.write(tmp_path / "rank-0.pickle")
+    with (tmp_path / "rank-0.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    assert snapshot["segments"]
+    assert any(event["frames"] for events in snapshot["device_traces"] for event in events)
