@@ -33,6 +33,8 @@ class Choice:
     skip_last: int = 0
     output: str = ""
     """FQN of the head, if the head is converted too; else empty."""
+    never: tuple[str, ...] = ()
+    """Patterns of layers that only `filter` can choose: they compute gates or routes."""
 
 
 def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
@@ -59,6 +61,8 @@ def layer_names(model: nn.Module, choice: Choice) -> tuple[str, ...]:
     for name, linear in linears.items():
         block = next((b for b in blocks if name.startswith(f"{b}.")), None)
         wanted = name in named if choice.filter else block is not None
+        if name not in named and any(matches(pattern, name) for pattern in choice.never):
+            continue
         if not wanted or block in outside or name in skipped or name == choice.output:
             continue
         if name in named:

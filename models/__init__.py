@@ -27,6 +27,7 @@ from dtron.models.hf_weights import HFFamily, HFFolder
 from dtron.models.llama import LLAMA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
+from dtron.models.qwen3_5 import QWEN3_5
 from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
 
@@ -48,7 +49,8 @@ __all__ = [
 ]
 
 MODELS: dict[str, ModelSpec] = {
-    spec.name: spec for spec in (LLAMA, QWEN3, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+    spec.name: spec
+    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
 }
 
 
@@ -126,7 +128,7 @@ def build_model(name: str, config: DecoderConfig, attention: Backend) -> nn.Modu
     return model_spec(name).build(config, attention)
 
 
-def hf_folder(path: str | Path, zero_centered: bool = False, name: str = "") -> HFFolder:
+def hf_folder(path: str | Path, zero_centered: bool | None = None, name: str = "") -> HFFolder:
     """Open a folder in Hugging Face's format and check that the model is in MODELS, or is `name`.
 
     Args:

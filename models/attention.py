@@ -122,6 +122,9 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, backend: "Backend", window: int | None = None):
         super().__init__()
         self._build_projections(config)
+        self.wg: nn.Linear | None = None
+        if config.output_gate:
+            self.wg = nn.Linear(config.dim, config.n_heads * config.v_head_size, bias=config.bias)
         self.drop = AttentionDropout(config.attention_dropout)
         self.core = AttentionCore(backend, config, window)
         self.sinks = AttentionSinks(config.n_heads) if config.sinks else None
@@ -164,7 +167,10 @@ class Attention(nn.Module):
             out = math_attention(q, k, v, mask, self.core.scale, self.drop, keys)
         else:
             out = self.core(q, k, v, mask, None if self.sinks is None else self.sinks(q))
-        return self.wo(out[..., :width].flatten(-2))
+        out = out[..., :width].flatten(-2)
+        if self.wg is not None:
+            out = out * torch.sigmoid(self.wg(x))
+        return self.wo(out)
 
 
 def math_attention(

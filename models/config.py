@@ -62,13 +62,30 @@ class DecoderConfig(BaseModel):
     """Sliding window: maximum number of tokens that a token attends to, including itself
     (arXiv:2004.05150); 0: full causal attention."""
     full_attention_every: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """n: every n-th layer has full attention, the other layers have the window (gpt-oss: 2). 0: all
-    layers have the window."""
+    """n: every n-th layer has full attention, the other layers have the window (gpt-oss: 2), or are
+    a gated delta net (delta_key_heads). 0: all layers have the window."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Soft cap c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     sinks: bool = False
     """Attention sinks: one learned score per head in the softmax, without a value (gpt-oss,
     arXiv:2508.10925; arXiv:2309.17453)."""
+    output_gate: bool = False
+    """Multiply attention's output, before wo, by a learned sigmoid gate per element (Qwen3.5,
+    arXiv:2505.06708)."""
+    delta_key_heads: int = Field(default=0, ge=0, le=2**16)
+    """Number of query and key heads of the gated delta net (arXiv:2412.06464), in all layers but
+    every full_attention_every-th; 0: no such layers."""
+    delta_value_heads: int = Field(default=0, ge=0, le=2**16)
+    """Gated delta net: number of value heads, a multiple of delta_key_heads."""
+    delta_key_dim: int = Field(default=0, ge=0, le=2**16)
+    """Gated delta net: width of a query or key head."""
+    delta_value_dim: int = Field(default=0, ge=0, le=2**16)
+    """Gated delta net: width of a value head."""
+    delta_conv: int = Field(default=4, ge=1, le=64)
+    """Gated delta net: number of tokens that the causal convolution sees, with the token itself."""
+    delta_kernel: Literal["torch", "fla"] = "torch"
+    """Gated delta net: implementation of the delta rule (dtron.models.delta_rule.DELTA_KERNELS);
+    fla: the package flash-linear-attention, on GPUs."""
     kv_lora_rank: int = Field(default=0, ge=0, le=2**20)
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come from a
     latent vector of this width; 0: ordinary attention."""
@@ -88,6 +105,8 @@ class DecoderConfig(BaseModel):
     """Maximum sequence length with `positions = "learned"`, in tokens; rope has no limit."""
     rope_theta: float = Field(default=10000.0, gt=0, le=MOST_FACTOR)
     """Base of the rotation frequencies."""
+    rope_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of each head that is rotated, its first elements (partial rotary)."""
     rope_scaling: Literal["llama3", "yarn"] = "llama3"
     """Method of context extension: `llama3`, as in Llama 3.1 (arXiv:2407.21783), or `yarn`
     (arXiv:2309.00071); see dtron.models.rope.SCALINGS."""
@@ -187,7 +206,9 @@ class DecoderConfig(BaseModel):
     @property
     def rope_size(self) -> int:
         """Width of the rotated part of a head."""
-        return self.rope_head_dim if self.kv_lora_rank else self.head_size
+        if self.kv_lora_rank:
+            return self.rope_head_dim
+        return int(self.head_size * self.rope_fraction)
 
     def local_kv_heads(self, tp: int) -> int:
         """Number of key and value heads per tp rank; 1 if tp > n_kv_heads: ranks share a head."""
@@ -211,6 +232,25 @@ class DecoderConfig(BaseModel):
             0 if every and (layer + 1) % every == 0 else self.window
             for layer in range(self.n_layers)
         )
+
+    @property
+    def delta_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is a gated delta net instead of attention."""
+        every = self.full_attention_every
+        return tuple(
+            bool(self.delta_key_heads) and (layer + 1) % every > 0 for layer in range(self.n_layers)
+        )
+
+    @property
+    def n_delta_layers(self) -> int:
+        """Number of gated delta nets."""
+        return sum(self.delta_layers)
+
+    @property
+    def delta_channels(self) -> int:
+        """Gated delta net: width of all queries, keys and values."""
+        keys = 2 * self.delta_key_heads * self.delta_key_dim
+        return keys + self.delta_value_heads * self.delta_value_dim
 
     @property
     def draws(self) -> bool:

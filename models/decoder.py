@@ -5,6 +5,7 @@ rank, mesh or process group: parallelism is applied from outside, by module name
 
     embed, position_embed                              position_embed for learned positions
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
+    blocks.<i>.delta                                   in place of .attn (`gated_delta_net.py`)
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
@@ -41,7 +42,9 @@ from torch import Tensor, nn
 from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
 from dtron.models.config import DecoderConfig
+from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
+from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
 from dtron.models.layers import FeedForward, norm
 from dtron.models.moe import MoE
@@ -58,12 +61,15 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, backend: Backend, window: int = 0):
         super().__init__()
         self.attn_norm = norm(config, config.dim)
-        attention = LatentAttention if config.kv_lora_rank else Attention
-        self.attn = attention(config, backend, window)
+        self._build_attention(config, backend, window)
         self.ffn_norm = norm(config, config.dim)
         self.ffn = self._feed_forward(config)
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
+
+    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.attn = attention(config, backend, window)
 
     def _feed_forward(self, config: DecoderConfig) -> FeedForward | MoE:
         return FeedForward(config)
@@ -87,6 +93,25 @@ class Block(nn.Module):
     ) -> Tensor:
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
         return x + self.attn_drop(h, dropout_keys)
+
+
+class DeltaBlock(Block):
+    """Block with a gated delta net in place of attention."""
+
+    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        self.delta = GatedDeltaNet(config)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, starts: Tensor | None, order: Tensor | None, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """Apply the block: (B, T, D) -> (B, T, D).
+
+        Args:
+            x, dropout_keys: arguments of `Block.forward`.
+            starts, order: arguments of `GatedDeltaNet.forward`.
+        """
+        x = x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
+        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
 
 
 class ExpertBlock(Block):
@@ -184,9 +209,7 @@ class Decoder(nn.Module):
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): (Block if layer < config.n_dense_layers else ExpertBlock)(
-                    config, backend, window
-                )
+                str(layer): self._block(layer)(config, backend, window)
                 for layer, window in enumerate(config.windows)
             }
         )
@@ -199,6 +222,11 @@ class Decoder(nn.Module):
         if config.mtp:
             self.mtp_embed = nn.Embedding(config.vocab_size, config.dim)
             self.mtp_embed.weight = self.embed.weight
+
+    def _block(self, layer: int) -> type[Block]:
+        if self.config.delta_layers[layer]:
+            return DeltaBlock
+        return Block if layer < self.config.n_dense_layers else ExpertBlock
 
     def forward(
         self,
@@ -223,7 +251,8 @@ class Decoder(nn.Module):
                 with `mtp_tokens` (B, T, 1 + P).
             mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: skip MTP.
             order: index of each token in its sequence, on all ranks that share the micro-batch
-                (see `MoE.dispatch`); used if experts have a capacity.
+                (see `MoE.dispatch`); used if experts have a capacity, and by gated delta nets with
+                context parallelism.
             real: bool (B, T), False for padding; None: no padding. Used by models with experts.
             loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
         Returns:
@@ -239,11 +268,14 @@ class Decoder(nn.Module):
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
         rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        starts = document_starts(documents, positions) if self.config.delta_key_heads else None
         routed = (order if self.config.capacity_factor else None, real)
         predictions = []
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
-            if int(layer) < self.config.n_layers:
+            if isinstance(block, DeltaBlock):
+                x = block(x, starts, order, keys)
+            elif int(layer) < self.config.n_layers:
                 x = self._through(block, x, rope, mask, keys, routed)
             elif isinstance(block, MTPBlock):  # on the last stage
                 predictions.append((block, keys))
@@ -317,7 +349,11 @@ def init_parameter(
     """
     *path, kind = fqn.split(".")
     name = path[-1] if kind in ("weight", "bias") else kind  # experts: parameters, not modules
-    if kind.endswith("bias"):
+    if kind in ("gamma", "dt_bias"):
+        full.fill_(1.0)
+    elif kind == "a_log":  # decay rates of a gated delta net, as in transformers
+        full.uniform_(0.01, 16, generator=generator).log_()
+    elif kind.endswith("bias"):
         full.zero_()
     elif name.endswith("norm"):
         full.fill_(0.0 if config.norm_zero_centered else 1.0)

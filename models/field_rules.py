@@ -100,6 +100,26 @@ def _wrong_latent(config: "DecoderConfig") -> Iterator[str]:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
 
+def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
+    heads = config.delta_key_heads
+    if not heads:
+        return
+    why = f"conflicts with delta_key_heads = {heads}; use"
+    for key in ("delta_key_dim", "delta_value_dim"):
+        if not getattr(config, key):
+            yield f"{key} = 0 {why} a width, such as 128"
+    if not (values := config.delta_value_heads) or values % heads:
+        yield f"delta_value_heads = {values} {why} a multiple, such as {2 * heads}"
+    if not 0 < config.full_attention_every <= config.n_layers:
+        yield (
+            f"full_attention_every = {config.full_attention_every} {why} 2 to n_layers = "
+            f"{config.n_layers}, since a model needs a layer with full attention"
+        )
+    for key, value in {"window": 0, "kv_lora_rank": 0, "n_experts": 0, "bias": False}.items():
+        if getattr(config, key) != value:
+            yield f"{key} = {getattr(config, key)} {why} {value}"
+
+
 def _small_groups(config: "DecoderConfig") -> Iterator[str]:
     groups, top, chosen = config.n_groups, config.top_groups, config.experts_per_token
     size = config.n_experts // groups
@@ -122,11 +142,17 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     Rule("dim n_heads head_dim", finds_none(_indivisible_dim)),
     Rule(
         "head_dim rope_head_dim positions",
-        lambda c: c.positions != "rope" or c.rope_size % 2 == 0,
+        lambda c: c.positions != "rope" or c.rope_fraction != 1 or c.rope_size % 2 == 0,
         lambda c: (
             f"{'rope_head_dim' if c.kv_lora_rank else 'head_dim'} = {c.rope_size} is odd, but rope "
             f"rotates pairs; use {c.rope_size + 1}"
         ),
+    ),
+    Rule(
+        "rope_fraction head_dim",
+        lambda c: c.rope_fraction == 1 or (c.rope_size > 0 and c.rope_size % 2 == 0),
+        "rope_fraction = {c.rope_fraction} rotates {c.rope_size} elements of a head, but rope "
+        "rotates pairs; use a fraction that gives an even number",
     ),
     Rule(
         "rope_scaling positions",
@@ -155,15 +181,41 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "logarithm; use more than 1, such as 10000.0",
     ),
     Rule(
-        "full_attention_every window",
-        lambda c: c.window or not c.full_attention_every,
+        "full_attention_every window delta_key_heads",
+        lambda c: c.window or c.delta_key_heads or not c.full_attention_every,
         "full_attention_every = {c.full_attention_every} has no effect without a window; use 0 or "
-        "set window",
+        "set window or delta_key_heads",
     ),
     Rule(
-        "full_attention_every window",
+        "full_attention_every window delta_key_heads",
         lambda c: c.full_attention_every != 1,
-        "full_attention_every = 1 leaves no layer with a window; use 2 or more, or window = 0",
+        lambda c: (
+            "full_attention_every = 1 leaves no layer with a "
+            + ("gated delta net; use 2 or more" if c.delta_key_heads else "window; use 2 or more")
+            + (", or delta_key_heads = 0" if c.delta_key_heads else ", or window = 0")
+        ),
+    ),
+    _unused(
+        "delta_value_heads delta_key_dim delta_value_dim delta_conv delta_kernel",
+        "delta_key_heads",
+        fix=" or set delta_key_heads",
+    ),
+    Rule(
+        "delta_key_heads delta_value_heads delta_key_dim delta_value_dim full_attention_every "
+        "window kv_lora_rank n_experts bias",
+        finds_none(_wrong_delta),
+    ),
+    Rule(
+        "output_gate kv_lora_rank",
+        lambda c: not (c.output_gate and c.kv_lora_rank),
+        "output_gate = true is not supported by latent attention, kv_lora_rank = {c.kv_lora_rank}; "
+        "use false",
+    ),
+    Rule(
+        "rope_fraction positions kv_lora_rank",
+        lambda c: c.rope_fraction == 1 or (c.positions == "rope" and not c.kv_lora_rank),
+        "rope_fraction = {c.rope_fraction} has no effect without rope, or with latent attention; "
+        "use 1.0",
     ),
     _unused(
         "q_lora_rank nope_head_dim rope_head_dim v_head_dim",

@@ -3,7 +3,9 @@
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
     causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
-A frozen weight has no gradient and counts 4 instead of 6.
+A frozen weight has no gradient and counts 4 instead of 6. A gated delta net counts, instead of the
+attention term, 18 * K * V per value head in both conventions: each token reads, writes and reads a
+state of K x V, evaluated token by token; evaluation by chunks takes more.
 
 These are FLOPs per token, of forward and backward. P: parameters in matmuls (no embeddings; the
 head counts once per prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key
@@ -45,6 +47,8 @@ class FlopsModel:
     n_heads: int
     qk_head_dim: int
     v_head_dim: int
+    state_flops: float = 0.0
+    """FLOPs per token of forward and backward in the states of all gated delta nets."""
     frozen_params: int = 0
     """Parameters of `matmul_params` whose gradients are not computed."""
 
@@ -61,7 +65,8 @@ class FlopsModel:
         return cls(
             matmul_params=own + adapters,
             frozen_params=own if adapters else 0,
-            n_layers=config.n_layers + config.mtp,
+            n_layers=config.n_layers - config.n_delta_layers + config.mtp,
+            state_flops=3 * config.n_delta_layers * delta_flops(config),
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
@@ -72,7 +77,9 @@ def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
     attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
     attention += config.n_heads if config.sinks else 0
-    layers = config.n_layers * (attention + 2 * _norm(config, config.dim))
+    layers = config.n_layers * 2 * _norm(config, config.dim)
+    layers += (config.n_layers - config.n_delta_layers) * attention
+    layers += config.n_delta_layers * _gated_delta_net(config)
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
     mtp_block = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
@@ -101,8 +108,23 @@ def _attention(config: DecoderConfig) -> int:
     size = config.head_size
     q, kv = config.n_heads * size, config.n_kv_heads * size
     projections = _linear(config, config.dim, q) + 2 * _linear(config, config.dim, kv)
+    projections += _linear(config, config.dim, q) if config.output_gate else 0
     norms = 2 * _norm(config, size) if config.qk_norm else 0
     return projections + _linear(config, q, config.dim) + norms
+
+
+def _gated_delta_net(config: DecoderConfig) -> int:
+    heads = config.delta_value_heads
+    values = heads * config.delta_value_dim
+    projections = config.dim * (config.delta_channels + 2 * values + 2 * heads)
+    return (
+        projections + config.delta_channels * config.delta_conv + 2 * heads + config.delta_value_dim
+    )
+
+
+def delta_flops(config: DecoderConfig) -> float:
+    """Return the FLOPs per token in the forward of the states of one gated delta net."""
+    return 6.0 * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
 
 
 def _latent_attention(config: DecoderConfig) -> int:
@@ -141,7 +163,8 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
     """
     heads = model.n_heads * (model.qk_head_dim + model.v_head_dim)
     weights = 6 * model.matmul_params - 2 * model.frozen_params
-    return weights + _PASSES[convention] * model.n_layers * heads * attended
+    attention = _PASSES[convention] * model.n_layers * heads * attended
+    return weights + attention + model.state_flops
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -60,6 +60,17 @@ class KeyConverter:
 
 
 @dataclass(frozen=True)
+class Multimodal:
+    """An architecture of transformers that contains a language model, which alone is read."""
+
+    model_type: str
+    prefix: str
+    """Prefix of the language model's tensors, in place of `model.`."""
+    others: tuple[str, ...]
+    """Prefixes of tensors that are not read."""
+
+
+@dataclass(frozen=True)
 class HuggingFace:
     """Translation between an architecture of transformers and a model family of dtron."""
 
@@ -77,6 +88,10 @@ class HuggingFace:
     converters: Sequence[KeyConverter] = ()
     ignored_keys: frozenset[str] = frozenset()
     """Keys that do not affect what this architecture computes."""
+    zero_centered: bool = False
+    """Whether transformers stores the weights of norms as gamma - 1."""
+    inside: Multimodal | None = None
+    """A multimodal architecture whose language model this is; its config is `text_config`."""
     prefix: str = ""
     """Prefix of all tensor names except the head's; files of a model without head omit it."""
     ignored_tensors: Sequence[str] = ()
@@ -188,6 +203,7 @@ TRAINING_FIELDS = (
     "dropout",
     "attention_dropout",
     "norm_zero_centered",
+    "delta_kernel",
     "mtp_coefficient",
     "balance",
     "balance_coefficient",

@@ -55,7 +55,7 @@ class HFExport:
         ours = weight_locations(hf, model)
         kind = str(dtype_of(next(iter(ours)))).removeprefix("torch.")
         self.config_json |= {"dtype": kind, "torch_dtype": kind}
-        self._config, self._get = config, get
+        self._config, self._get, self._zero_centered = config, get, hf.zero_centered
         self._sources: dict[str, list[tuple[str, WeightLocation, int]]] = {}
         for fqn, each in ours.items():
             for number, theirs in enumerate(each.tensor_names()):
@@ -118,7 +118,8 @@ class HFExport:
         if each.stacked:
             return self._get(fqn, (slice(number, number + 1), *region[1:]))[0]
         mine = self._get(fqn, region)
-        return mine.float() + 1 if self._config.norm_zero_centered and is_gamma(fqn) else mine
+        added = int(self._config.norm_zero_centered) - int(self._zero_centered)
+        return mine.float() + added if added and is_gamma(fqn) else mine
 
 
 def _filled(tensors: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[str]]:

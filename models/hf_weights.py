@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,18 +138,22 @@ class HFFolder:
     Args:
         path: the folder.
         families: {model_type: family} of the model families that transformers has too.
-        zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`.
+        zero_centered: return norm weights as gamma - 1, for `norm_zero_centered`; None: as stored.
     Raises:
         CheckpointError: the folder has no weight files, dtron has no such model, or a tensor is
             missing, unexpected, or has the wrong shape or dtype; the message names the tensor.
     """
 
     def __init__(
-        self, path: Path, families: Mapping[str, HFFamily], zero_centered: bool = False
+        self, path: Path, families: Mapping[str, HFFamily], zero_centered: bool | None = None
     ) -> None:
-        self.path, self._zero_centered = path, zero_centered
+        self.path = path
         given = read_json(path / CONFIG)
         kind = str(given.get("model_type"))
+        outer = {f.hf.inside.model_type: f for f in families.values() if f.hf.inside is not None}
+        if kind in outer:
+            given = _language_model(given, path / CONFIG)
+            kind = outer[kind].hf.model_type
         if kind not in families:
             raise CheckpointError(
                 f"{path / CONFIG}: model_type = {kind!r} is not a model of dtron"
@@ -156,6 +161,8 @@ class HFFolder:
             )
         family = families[kind]
         self.family, self._hf = family.name, family.hf
+        stored = self._hf.zero_centered
+        self._add_to_gamma = int(stored) - int(stored if zero_centered is None else zero_centered)
         self._tensors = self._headers()
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
         self._refuse_missing_layers()
@@ -174,7 +181,7 @@ class HFFolder:
     def read(self, fqn: str, region: Region | None = None) -> Tensor:
         """Read a region of a parameter to the host, in its stored dtype.
 
-        With `zero_centered`, norm weights are float32.
+        Norm weights that are not returned as stored are float32.
 
         Args:
             region: one slice per dim of the dtron parameter; None: the whole parameter.
@@ -185,7 +192,8 @@ class HFFolder:
             part = self._read_one(each, each.theirs, region)
             if each.dtype is not None:
                 return part.to(each.dtype)
-            return part.float() - 1 if self._zero_centered and is_gamma(fqn) else part
+            added = self._add_to_gamma if is_gamma(fqn) else 0
+            return part.float() + added if added else part
         experts = range(region[0].start, region[0].stop)
         parts = [self._read_one(each, each.theirs.format(expert=i), region[1:]) for i in experts]
         if parts:
@@ -218,12 +226,23 @@ class HFFolder:
             with reading(file):
                 stored = StoredTensors(file)
                 keys = stored.keys() if listed is None else listed & stored.keys()
-                found |= {key: stored.get_slice(key) for key in keys}
+                names = {key: self._name(key) for key in keys}
+                found |= {name: stored.get_slice(key) for key, name in names.items() if name}
             if listed is not None and (absent := sorted(listed - keys)):
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {INDEX} lists for it")
         if not any(key.startswith(self._hf.prefix) for key in found):  # model without a head
             return {self._hf.prefix + key if key != _HEAD else key: v for key, v in found.items()}
         return found
+
+    def _name(self, key: str) -> str | None:
+        """Return a tensor's name in the language model; None: a tensor of another part."""
+        inside = self._hf.inside
+        if inside is None:
+            return key
+        if key.startswith(inside.others):
+            return None
+        language = key.startswith(inside.prefix)
+        return "model." + key.removeprefix(inside.prefix) if language else key
 
     def _without_absent(self, config: DecoderConfig) -> DecoderConfig:
         """Return the config, without MTP layers if the files have no weights of MTP layers.
@@ -309,6 +328,16 @@ class HFFolder:
             if not torch.equal(one[rows], other[rows]):
                 raise CheckpointError(f"{self.path}: {key} differs from {theirs}{reason}")
         return True
+
+
+def _language_model(given: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Return the config of a multimodal model's language model."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{where}: text_config, the language model's config, is missing")
+    log.info("%s: only the language model is read", where)
+    tied = given.get("tie_word_embeddings")
+    return dict(text) if tied is None else {**text, "tie_word_embeddings": tied}
 
 
 _HEAD = "lm_head.weight"

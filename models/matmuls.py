@@ -29,16 +29,24 @@ class Matmul:
         return k, self.n // ranks if self.split == "columns" else self.n
 
 
+EXPERT_KINDS = frozenset({"mixture", "prediction"})
+"""Kinds of layers with experts."""
+
+
 def layer_matmuls(model: DecoderConfig, kind: str) -> list[Matmul]:
     """Return the matmuls of a layer's forward.
 
     Args:
-        kind: "dense", "mixture" (with experts) or "prediction" (an MTP block).
+        kind: "dense", "delta" (a gated delta net), "mixture" (with experts) or "prediction" (an MTP
+            block).
     """
     d = model.dim
     found = [Matmul("merge", 2 * d, d, "none")] if kind == "prediction" else []
-    found += _latent_attention(model) if model.kv_lora_rank else _attention(model)
-    if kind == "dense":
+    if kind == "delta":
+        found += _gated_delta_net(model)
+    else:
+        found += _latent_attention(model) if model.kv_lora_rank else _attention(model)
+    if kind not in EXPERT_KINDS:
         return found + _feed_forward(model, "ffn", model.ffn_dim)
     found += _feed_forward(model, "experts", model.expert_dim)
     if model.n_shared_experts:
@@ -50,7 +58,16 @@ def _attention(model: DecoderConfig) -> list[Matmul]:
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     found = [Matmul("wq", model.dim, q, "columns")]
     found += [Matmul(name, model.dim, kv, "columns") for name in ("wk", "wv")]
+    if model.output_gate:
+        found.append(Matmul("wg", model.dim, q, "columns"))
     return [*found, Matmul("wo", q, model.dim, "rows")]
+
+
+def _gated_delta_net(model: DecoderConfig) -> list[Matmul]:
+    heads, values = model.delta_value_heads, model.delta_value_heads * model.delta_value_dim
+    widths = {"w_a": heads, "w_b": heads, "w_qkv": model.delta_channels, "w_z": values}
+    found = [Matmul(name, model.dim, width, "columns") for name, width in widths.items()]
+    return [*found, Matmul("delta.wo", values, model.dim, "rows")]
 
 
 def _latent_attention(model: DecoderConfig) -> list[Matmul]:

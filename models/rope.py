@@ -7,7 +7,7 @@ i + head_dim / 2 (halves), as in Hugging Face checkpoints, not with its neighbou
 in the original paper; the two differ by a permutation of the rows of wq and wk.
 
 Shapes: B sequences (1 if all share positions), T tokens, H heads, K = head_dim (rope_head_dim with
-latent attention).
+latent attention), R <= K rotated elements.
 Sources: arXiv:2104.09864; context extension of Llama 3.1: arXiv:2407.21783, YaRN:
 arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code.
 """
@@ -94,12 +94,14 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
     Args:
         x: (B, T, H, K) queries or keys.
-        rope: float32 (B or 1, T, K) from `rope_table`.
+        rope: float32 (B or 1, T, R) from `rope_table`; the first R elements of heads are rotated.
     Returns:
         (B, T, H, K) in x's dtype; computed in float32 at least.
     """
     assert rope.dtype == torch.float32, "the rope table was cast to another dtype"
     cos, sin = rope.unsqueeze(2).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)  # the products below are float32
+    size = rope.shape[-1]
+    first, second = x[..., :size].chunk(2, dim=-1)  # the products below are float32
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
+    rotated = rotated.to(x.dtype)
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], dim=-1)

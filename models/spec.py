@@ -51,6 +51,11 @@ def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
     return ("mtp_embed", *(f"blocks.{layer}" for layer in layers))
 
 
+def delta_cores(config: DecoderConfig) -> str:
+    """Return the pattern of the recurrent modules of gated delta nets; empty: there are none."""
+    return "blocks.*.delta.core" if config.delta_key_heads else ""
+
+
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
     """Return the FSDP units of a Decoder: modules whose parameters are gathered together.
 
@@ -87,6 +92,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn.sinks": heads(),
         "blocks.*.attn.drop": heads(dim=1),
         "blocks.*.attn.wo": rowwise(output=between),
+        **(_delta_rows(between) if config.delta_key_heads else {}),
         "blocks.*.attn_drop": keyed,
         "blocks.*.ffn_norm": tokenwise,
         **_feed_forward_rows(config, between),
@@ -109,7 +115,23 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
         "blocks.*.attn": prepare_input(between),
         "blocks.*.attn.w[qkv]": colwise(),
         "blocks.*.attn.w[kv]": whole_heads(config.n_kv_heads),
+        **({"blocks.*.attn.wg": colwise()} if config.output_gate else {}),
         **norms,
+    }
+
+
+def _delta_rows(between: Placement) -> dict[str, Row]:
+    """Return the tp placements of a gated delta net, which splits between key heads.
+
+    The parameters of convolution and decay are small and replicated; each rank uses the part of its
+    heads.
+    """
+    return {
+        "blocks.*.delta": prepare_input(between),
+        "blocks.*.delta.w_*": colwise(),
+        "blocks.*.delta.core": heads(),
+        "blocks.*.delta.gated_norm": heads(),
+        "blocks.*.delta.wo": rowwise(output=between),
     }
 
 
@@ -204,13 +226,20 @@ class ModelSpec:
     """Modules of multi-token prediction, on the last pipeline stage."""
     cores: str = "blocks.*.attn.core"
     """Attention modules; context parallelism replaces their forward."""
+    delta_cores: Callable[[DecoderConfig], str] = delta_cores
+    """Pattern of the recurrent modules, whose forward context parallelism replaces too; empty:
+    none."""
     feed_forward: str = "blocks.*.ffn"
     """Modules with gate, up and down, which float8 fuses."""
     hf: HuggingFace | None = None
     """Names in Hugging Face's format; None: transformers has no such model."""
     experts: str = "blocks.*.ffn.experts"
     """Modules with stacked experts, for expert parallelism."""
-    gates: tuple[str, ...] = ("blocks.*.ffn.router", "blocks.*.ffn.shared_gate")
+    gates: tuple[str, ...] = (
+        "blocks.*.ffn.router",
+        "blocks.*.ffn.shared_gate",
+        "blocks.*.delta.w_[ab]",
+    )
     """Modules of layers whose matrices Muon leaves to AdamW, as embedding and head."""
 
     def is_hidden_matrix(self, fqn: str, n_dims: int) -> bool:

@@ -25,6 +25,7 @@ from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.compile import compile_activations, compile_blocks
 from dtron.parallelisms.context.apply import Context, apply_context
+from dtron.parallelisms.context.recurrent import apply_recurrent_context
 from dtron.parallelisms.expert.dispatcher import Dispatcher
 from dtron.parallelisms.expert.dispatchers import breaks_graph, in_graphs, refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import (
@@ -234,6 +235,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         [list(unit) for unit in units],
         _block_names(model, passes),
         _core_names(model, mesh, passes),
+        _recurrent_names(model, mesh, passes),
         _expert_names(model, mesh, passes, units),
         make_dispatcher(passes.experts, mesh) if passes.experts else None,
         tp_plan,
@@ -283,6 +285,8 @@ class _Selection:
     """FQNs of the blocks to recompute, compile and offload, in order."""
     cores: list[str]
     """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
+    recurrent: list[str]
+    """FQNs of the context-parallel recurrent modules; empty with cp = 1."""
     experts: list[str]
     """FQNs of the expert modules on the expert mesh; empty if experts need no expert mesh."""
     dispatcher: Dispatcher | None
@@ -312,6 +316,8 @@ def _apply_to_stage(
     if passes.context is not None and selection.cores:
         cores = [(i, modules[name]) for i, name in enumerate(selection.cores) if name in modules]
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
+    if recurrent := [modules[name] for name in selection.recurrent if name in modules]:
+        apply_recurrent_context(recurrent, mesh.context(mesh.size("cp"))[1])
     deferred = defer(split, passes.compile.enable) if split else None
     summed = [deferred] if deferred else []
     if passes.parallel.accumulate_in_matmul:
@@ -478,6 +484,14 @@ def _core_names(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
     for shape in passes.context.layouts(mesh.size("cp")).values():
         mesh.context(shape.inner)  # a collective: all ranks call it, also without attention modules
     return cores
+
+
+def _recurrent_names(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:
+    """Return FQNs of the context-parallel recurrent modules; empty with cp = 1."""
+    if mesh.size("cp") == 1 or passes.context is None or not passes.context.recurrent:
+        return []
+    mesh.context(mesh.size("cp"))  # a collective: all ranks call it, also without such modules
+    return list(select(model, passes.context.recurrent))
 
 
 def _expert_names(

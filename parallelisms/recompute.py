@@ -38,10 +38,12 @@ ATTENTION = (
     "dtron.flash4_forward.default",
     "dtron.context_attention.default",
     "dtron.attention.default",
+    "dtron.gated_delta_rule.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )
-"""Attention operators; their backward needs their output and log-sum-exp."""
+"""Attention operators; their backward needs their output and log-sum-exp. The delta rule's needs
+its inputs only, but its forward takes as long as attention."""
 
 PRODUCTS = (
     "aten.mm.default",

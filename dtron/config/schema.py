@@ -145,9 +145,9 @@ class Model(Section):
     """The model and its attention backend."""
 
     name: Text = "llama"
-    """Model family: llama, qwen3, gpt, mixtral, qwen3_moe, deepseek_v3 or gpt_oss. Or a custom
-    model: `MODULE:NAME`, a `dtron.models.ModelSpec` in a module of an installed package or of the
-    working directory; or the name of an entry point of group `dtron.models`."""
+    """Model family: llama, qwen3, qwen3_5, gpt, mixtral, qwen3_moe, deepseek_v3 or gpt_oss. Or a
+    custom model: `MODULE:NAME`, a `dtron.models.ModelSpec` in a module of an installed package or
+    of the working directory; or the name of an entry point of group `dtron.models`."""
     size: Text = "debug"
     """Size of the model; for llama debug, 1b, 3b, 8b, 70b or 405b. `initial`: take the family and
     the shape from `checkpoint.initial`."""
@@ -460,7 +460,7 @@ class Recompute(Section):
     activations of the most micro-batches."""
     modules: list[Annotated[Text, Field(min_length=1)]] = []
     """Names of modules of a block to recompute, each from its own input; empty: the whole block.
-    dtron's models have `attn`, `ffn` (dense), `ffn.experts` and `ffn.shared`."""
+    dtron's models have `attn`, `delta`, `ffn` (dense), `ffn.experts` and `ffn.shared`."""
     offload: bool = False
     """Move the tensors that a block saves for its backward to pinned host memory; the copies
     overlap with the computation of the next block. On GPUs only."""

@@ -227,9 +227,10 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
     ranks = run.tp // n_heads
     axis = "tp" if n_heads == 1 else "tp_inner"
     size = float(run.model.head_size * run.tokens * run.element)
-    again = sum(run.recomputes(i, "attn") for i in stage.layers)
+    layers = [i for i in stage.layers if run.kind(i) != "delta"]
+    again = sum(run.recomputes(i, "attn") for i in layers)
     for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
-        count = 2 * (len(stage.layers) + times) * run.micro_batches
+        count = 2 * (len(layers) + times) * run.micro_batches
         yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
 
 
@@ -298,6 +299,13 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     for layer in stage.layers:
+        if run.kind(layer) == "delta":
+            again, values = int(run.recomputes(layer, "delta")), model.delta_value_heads
+            outputs = values * model.delta_value_dim
+            for width in (model.delta_channels + 2 * values, outputs):
+                size = float(width // run.tp * run.tokens * run.element)
+                yield Collective("cp", "all_to_all", size, (2 + again) * m, "cp", ranks, inside)
+            continue
         shape = run.context(layer)
         again = int(run.recomputes(layer, "attn"))
         times = 2 if again and run.config.recompute.mode == "full" else 1

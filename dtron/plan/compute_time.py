@@ -3,7 +3,8 @@
 import functools
 from dataclasses import dataclass
 
-from dtron.models.matmuls import layer_matmuls
+from dtron.models.flops import delta_flops
+from dtron.models.matmuls import EXPERT_KINDS, layer_matmuls
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
@@ -88,7 +89,7 @@ def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
     """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
     frozen = run.frozen
-    groups = run.model.n_experts // run.experts["ep"] if kind != "dense" else 1
+    groups = run.model.n_experts // run.experts["ep"] if kind in EXPERT_KINDS else 1
     found = []
     for each in layer_matmuls(run.model, kind):
         if each.module == "experts":
@@ -113,7 +114,12 @@ def _adapter(run: Resolved, kind: str, of: ShardedMatmul) -> list[ShardedMatmul]
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
-    """Return a rank's attention FLOPs in a layer's forward, over the causal half of the scores."""
+    """Return a rank's attention FLOPs in a layer's forward, over the causal half of the scores.
+
+    For a gated delta net these are the FLOPs in its states.
+    """
+    if run.kind(layer) == "delta":
+        return delta_flops(run.model) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length
@@ -162,6 +168,9 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
+    module = "delta" if run.kind(index) == "delta" else "attn"
+    if module == "delta":
+        widths = run.model.delta_key_dim, run.model.delta_value_dim
     forward = hardware.attend(flops, False, *widths)
     attention = Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
     compiled = run.config.compile.enable
@@ -178,7 +187,7 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
             repeats = _kinds(once_more, hardware)
             parts.append({kind: Seconds(0.0, each.forward, 0.0) for kind, each in repeats.items()})
         parts.append({"copy": Seconds(0.0, again, 0.0)})
-        if mode == "full" and run.recomputes(index, "attn"):
+        if mode == "full" and run.recomputes(index, module):
             parts.append({"attention": Seconds(0.0, forward, 0.0)})
     return together(*parts)
 
@@ -190,7 +199,8 @@ def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
 
 
 _MATMULS = {
-    "attn": frozenset(("wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")),
+    "delta": frozenset(("w_qkv", "w_z", "w_a", "w_b", "delta.wo")),
+    "attn": frozenset(("wq", "wk", "wv", "wg", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")),
     "ffn": frozenset(("ffn",)),
     "ffn.experts": frozenset(("experts",)),
     "ffn.shared": frozenset(("shared",)),
@@ -214,10 +224,11 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         # its output: a compiler that has to keep one of them keeps the input.
         chained = options.compile.enable and run.tp == 1
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
-        whole = {name for name in modules if name == "attn" and chained}
+        whole = {name for name in modules if name in ("attn", "delta") and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
-    whole = options.recompute.mode == "full" if options.compile.enable else kind != "dense"
-    name = "ffn" if kind == "dense" else "shared"
+    mixture = kind in EXPERT_KINDS
+    whole = options.recompute.mode == "full" if options.compile.enable else mixture
+    name = "shared" if mixture else "ffn"
     places = [place for place, p in enumerate(listed) if p.module == name]
     if whole or not places:
         return listed

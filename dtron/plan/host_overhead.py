@@ -24,6 +24,7 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
+from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import matmuls, repeated
@@ -40,6 +41,9 @@ ROUTED = (32, 18)
 sizes, matmuls of experts."""
 KERNELS = (3, 6)
 """Kernels of a graph per matmul, including the matmul, in (forward, backward)."""
+SCAN = (6, 15)
+"""Eager operations per chunk of a gated delta net's scan over the sequence in (forward, backward,
+which scans twice)."""
 ROUTING = 39
 """Kernels of a router's forward: scores, choice, loads, order of token copies."""
 
@@ -107,8 +111,11 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     if again and not whole:
         kernels += KERNELS[0] * len(repeated(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
+    if run.kind(layer) == "delta" and run.model.delta_kernel == "torch":
+        chunks = -(-run.config.train.seq_len // CHUNK)
+        found["operation"] += chunks * ((2 if again else 1) * SCAN[0] + SCAN[1])
     if leaves:
-        found["operation"] = forwards * ROUTED[0] + ROUTED[1]
+        found["operation"] += forwards * ROUTED[0] + ROUTED[1]
         found["counts"] = forwards
     if not compiled:
         return {**found, "operation": found["operation"] + kernels}

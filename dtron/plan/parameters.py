@@ -166,6 +166,8 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     dense, mixture = min(model.n_dense_layers, 1), min(model.n_expert_layers, 1)
     first = dense if model.n_experts else 0
     layers = {"n_layers": dense + mixture, "first_dense_layers": first}
+    if model.delta_key_heads:
+        layers |= {"n_layers": 2, "full_attention_every": 2}
     return model.model_copy(update={**layers, "mtp": min(model.mtp, 1)})
 
 
@@ -175,6 +177,8 @@ def _part(spec: ModelSpec, fqn: str, small: DecoderConfig) -> tuple[str, str]:
         layer, _, inner = fqn.removeprefix(layers).partition(".")
         if int(layer) >= small.n_layers:
             return "prediction", inner
+        if small.delta_layers[int(layer)]:
+            return "delta", inner
         return ("dense" if int(layer) < small.n_dense_layers else "mixture"), inner
     embeds = any(fqn.startswith(f"{name}.") for name in spec.embedding(small))
     return ("embedding" if embeds else "head"), fqn

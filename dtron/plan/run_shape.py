@@ -218,9 +218,14 @@ class Resolved(Candidate):
         return layer >= self.model.n_dense_layers
 
     def kind(self, layer: int) -> str:
-        """Kind of a layer: dense, mixture (with experts) or prediction (MTP, with experts)."""
+        """Kind of a layer: dense, delta, mixture (with experts) or prediction (MTP, with experts).
+
+        A delta layer is dense, with a gated delta net in place of attention.
+        """
         if layer >= self.model.n_layers:
             return "prediction"
+        if self.model.delta_layers[layer]:
+            return "delta"
         return "mixture" if self.has_experts(layer) else "dense"
 
     def window(self, layer: int) -> int:

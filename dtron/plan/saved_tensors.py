@@ -23,7 +23,7 @@ from typing import Literal
 
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS
-from dtron.models.matmuls import layer_matmuls
+from dtron.models.matmuls import EXPERT_KINDS, layer_matmuls
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -64,10 +64,14 @@ def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[SavedTe
         padded: whether latent attention's values are padded to the width of keys, as context
             parallelism and some kernels need.
     """
-    mixture = kind != "dense"
-    rows = [SavedTensor("input", model.dim, "tokens", ALL), *_norm_rows(model, "attn_norm")]
+    mixture = kind in EXPERT_KINDS
+    first = "delta_norm" if kind == "delta" else "attn_norm"
+    rows = [SavedTensor("input", model.dim, "tokens", ALL), *_norm_rows(model, first)]
     rows += _merge(model) if kind == "prediction" else []
-    rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
+    if kind == "delta":
+        rows += _gated_delta_net(model)
+    else:
+        rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
     # Selective recomputation keeps the matmul's result, a partial sum for all tokens, and reduces
     # it again.
     rows += [
@@ -132,7 +136,39 @@ def _attention(model: DecoderConfig) -> list[SavedTensor]:
     if model.qk_norm:
         rows += [SavedTensor("q_norm", q, "neurons"), SavedTensor("k_norm", kv, "heads")]
         rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
-    return [*rows, *_shared(model, "wv", kv), *_attended(model, q)]
+    rows += [*_shared(model, "wv", kv), *_attended(model, q, read=not model.output_gate)]
+    if model.output_gate:
+        rows += [
+            SavedTensor("wg", q, "neurons", PRODUCT),
+            SavedTensor("wg", q, "neurons", read=True),
+        ]
+    return rows
+
+
+def _gated_delta_net(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the tensors of a gated delta net.
+
+    These are results of its matmuls, of the convolution before and after silu, the operator's
+    inputs (q, k, v, g and beta) and output, and the input of wo.
+    """
+    groups, heads = model.delta_key_heads, model.delta_value_heads
+    channels, keys = model.delta_channels, groups * model.delta_key_dim
+    values = heads * model.delta_value_dim
+    return [
+        SavedTensor("w_a", heads, "neurons", PRODUCT),
+        SavedTensor("w_b", heads, "neurons", (SELECTIVE,)),
+        SavedTensor("w_qkv", channels, "neurons", PRODUCT),
+        *[SavedTensor("delta", channels, "neurons")] * 2,
+        SavedTensor("delta", 2 * groups, "neurons", wide=True),
+        *[SavedTensor("delta", keys, "neurons")] * 2,
+        SavedTensor("delta", values, "neurons"),
+        SavedTensor("delta", heads, "neurons", wide=True),
+        SavedTensor("delta", heads, "neurons"),
+        SavedTensor("delta", values, "neurons", (NONE, SELECTIVE, ATTENTION)),
+        SavedTensor("w_z", values, "neurons", PRODUCT),
+        SavedTensor("delta", heads, "neurons", wide=True),
+        SavedTensor("delta", values, "neurons", read=True),
+    ]
 
 
 def _shared(model: DecoderConfig, module: str, width: int) -> list[SavedTensor]:
@@ -223,8 +259,9 @@ def _mixture(model: DecoderConfig) -> list[SavedTensor]:
     return rows
 
 
+_DELTA = {"w_qkv", "w_z", "w_a", "w_b", "delta"}
 _ATTENTION = {
-    *("wq", "wk", "wv", "q_norm", "k_norm", "attention"),
+    *("wq", "wk", "wv", "wg", "q_norm", "k_norm", "attention"),
     *("wq_a", "q_a_norm", "wkv_a", "kv_a_norm", "wkv_b", "k", "v"),
 }
 
@@ -241,8 +278,11 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
     """
     if row.module == "attn_norm":
         return "attn" in names and chained and row.read
+    if row.module == "delta_norm":
+        return "delta" in names and chained and row.read
     return (
-        (row.module in _ATTENTION and "attn" in names)
+        (row.module in _DELTA and "delta" in names)
+        or (row.module in _ATTENTION and "attn" in names)
         or (row.module == "ffn" and "ffn" in names)
         or (row.module == "shared" and row.split == "neurons" and "ffn.shared" in names)
         or (row.module == "experts" and row.split == "columns" and "ffn.experts" in names)

@@ -454,7 +454,11 @@ def _bound(
 
 def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
     """Return the numbers of parameters in all blocks: (dense part, experts)."""
-    layers = {"dense": model.n_dense_layers, "mixture": model.n_expert_layers + model.mtp}
+    layers = {
+        "dense": model.n_dense_layers - model.n_delta_layers,
+        "delta": model.n_delta_layers,
+        "mixture": model.n_expert_layers + model.mtp,
+    }
     found = [0, 0]
     for kind, number in layers.items():
         for parameter in parts(config.model.name, model, 1).get(kind, ()):
@@ -485,9 +489,11 @@ def _least_bytes(
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
-    kind = "mixture" if model.n_experts else "dense"
-    rows = [r for r in block(model, kind) if mode in r.modes and r.eager is not True]
-    width = sum(r.width * (4 if r.wide else 2) for r in rows) / tp
+    kinds = ["mixture" if model.n_experts else "dense", *["delta"] * bool(model.delta_key_heads)]
+    tables = [
+        [r for r in block(model, kind) if mode in r.modes and r.eager is not True] for kind in kinds
+    ]
+    width = min(sum(r.width * (4 if r.wide else 2) for r in rows) for rows in tables) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
     layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
     if choice["offload"]:  # activations of all but two layers are in host memory

@@ -253,6 +253,7 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
         settings.skip_first,
         settings.skip_last,
         spec.head[-1] if settings.output else "",
+        spec.gates,
     )
     # With tp, gate, up and down are not fused: tp splits each layer separately. Adapters add to
     # the result of each layer.

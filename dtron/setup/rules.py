@@ -206,6 +206,7 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each of tp, ep and etp that does not divide a size of the model."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
+    heads |= {"delta_key_heads": model.delta_key_heads} if model.delta_key_heads else {}
     shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
     split = [("tp", model.n_heads, heads | shared)]
     if model.n_experts:
@@ -311,7 +312,7 @@ def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
     if recompute.mode == "attention" and recompute.modules and "attn" not in recompute.modules:
         yield 'recompute.mode = "attention" needs attn in recompute.modules; add it, or use "full"'
     known = {
-        **{"attn": True, "ffn": model.n_dense_layers > 0},
+        **{"attn": True, "ffn": model.n_dense_layers > 0, "delta": model.delta_key_heads > 0},
         **{"ffn.experts": model.n_experts > 0, "ffn.shared": model.n_shared_experts > 0},
     }
     names = [name for name, has in known.items() if has]
@@ -328,6 +329,12 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
     if parallel.cp == 1 or any(_undivided(run)):
         return
+    if (groups := model.delta_key_heads // tp) % parallel.cp:
+        legal = [n for n in range(1, groups + 1) if groups % n == 0]
+        yield (
+            f"parallel.cp = {parallel.cp} does not divide the {groups} key heads of gated delta "
+            f"nets on each rank; use {', '.join(map(str, legal))}"
+        )
     heads, shared = model.n_heads // tp, model.local_kv_heads(tp)
     legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
     for method in dict.fromkeys(parallel.cp_methods()):
@@ -411,6 +418,20 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
             f"{c.model.n_layers + c.model.mtp} layers of the model; give one method per layer, or "
             "one for all layers"
         ),
+    ),
+    Rule(
+        "parallel.cp_method model.override",
+        lambda c: (
+            c.parallel.cp == 1 or not c.model.delta_key_heads or len(c.parallel.cp_methods()) == 1
+        ),
+        "parallel.cp_method has one entry per layer, but the model's gated delta nets have no "
+        "method; give one for all layers",
+    ),
+    Rule(
+        "model.override compile.enable",
+        lambda c: c.model.delta_kernel != "fla" or not c.config.compile.enable,
+        'model.override.delta_kernel = "fla" is not one graph with compile.enable; use "torch", or '
+        "compile.enable = false",
     ),
     Rule(
         "recompute.first model.override",

@@ -32,8 +32,10 @@ class RankTokens:
         """Return this rank's tokens of a batch on its device; `mtp`: number of MTP predictions."""
         local = shard_batch(batch, self.mesh, self.context, mtp)
         documents = self.model.attention.described(local.documents)
-        if not self.model.config.n_experts:  # the forward of a model without routers may lack both
-            local = replace(local, pieces=None, order=None)
+        config = self.model.config
+        if not config.n_experts:  # the forward of a model without routers may lack both
+            order = local.order if config.delta_key_heads else None
+            local = replace(local, pieces=None, order=order)
         return replace(local, documents=documents).to(self.device)
 
 

@@ -57,9 +57,10 @@ class ModelBuilder:
     @functools.cached_property
     def context(self) -> Context | None:
         """Settings of context-parallel attention; None with cp = 1."""
-        cores, model = model_spec(self.config.model.name).cores, self.setup.config
-        kernel = self.setup.attention.kernel
-        return Context.of(self.config.parallel, cores, kernel, model.window, model.softcap)
+        spec, model = model_spec(self.config.model.name), self.setup.config
+        kernel, recurrent = self.setup.attention.kernel, spec.delta_cores(model)
+        scoring = model.window, model.softcap
+        return Context.of(self.config.parallel, spec.cores, kernel, *scoring, recurrent)
 
     def build(self, passes: Passes | None = None) -> ParallelModel:
         """Build the parallel model with its execution and loss.

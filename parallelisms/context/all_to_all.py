@@ -23,12 +23,15 @@ def to_heads(
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     heads = [x.shape[2] // n for x in (q, k, v)]
-    parts = [x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-    sent = torch.cat(parts, dim=3)  # (n, B, t, heads / n, K)
-    received = all_to_all_even(sent, group)
-    tokens = received.permute(1, 0, 2, 3, 4).flatten(1, 2)
-    q, k, v = tokens.split(heads, dim=2)
+    by_rank = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], dim=3)
+    q, k, v = exchange_heads(by_rank.flatten(2, 3), group, n).split(heads, dim=2)
     return q, k, v
+
+
+def exchange_heads(x: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:
+    """Exchange (B, t, H, K), t tokens of all heads, for (B, n * t, H / n, K), in rank order."""
+    sent = x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return all_to_all_even(sent, group).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
 
 def to_tokens(out: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:

@@ -29,6 +29,7 @@ class Context:
         scale: scale of the scores; 0: 1 / sqrt(K).
         windows: windows of modules with an own `scoring`; rings with documents need tables for each
             window.
+        recurrent: pattern of recurrent modules (`recurrent.py`); empty: none.
     """
 
     cores: str
@@ -39,15 +40,23 @@ class Context:
     softcap: float = 0.0
     scale: float = 0.0
     windows: tuple[int, ...] = ()
+    recurrent: str = ""
 
     @classmethod
     def of(
-        cls, parallel: Parallel, cores: str, kernel: str, window: int = 0, softcap: float = 0.0
+        cls,
+        parallel: Parallel,
+        cores: str,
+        kernel: str,
+        window: int = 0,
+        softcap: float = 0.0,
+        recurrent: str = "",
     ) -> "Context | None":
         """Return the settings that the [parallel] section defines; None if cp = 1."""
         if parallel.cp == 1:
             return None
-        return cls(cores, parallel.cp_methods(), parallel.cp_inner, kernel, window, softcap)
+        methods, inner = parallel.cp_methods(), parallel.cp_inner
+        return cls(cores, methods, inner, kernel, window, softcap, recurrent=recurrent)
 
     def layouts(self, cp: int) -> dict[CpMethod, ContextLayout]:
         """Return {method: its layout of the cp axis} for all methods in use."""

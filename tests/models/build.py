@@ -1,8 +1,10 @@
 """Small models for the tests: the debug size of a family, cut down and initialised by name."""
 
 import hashlib
+import sys
 from typing import Any
 
+import pytest
 import torch
 
 from dtron.models import (
@@ -28,9 +30,12 @@ LATENT = {
     "rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DELTA = {"delta_key_heads": 2, "delta_value_heads": 4, "delta_key_dim": 8, "delta_value_dim": 12}
+DELTA |= {"full_attention_every": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"n_kv_heads": 2},
     "qwen3": {"n_kv_heads": 1},
+    "qwen3_5": {"n_kv_heads": 2, **DELTA},
     "gpt": {"n_kv_heads": 4},
     "mixtral": {"n_kv_heads": 2, **MIXTURE},
     "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},
@@ -58,6 +63,14 @@ def initialized(
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         MODELS[name].init_parameter(config, fqn, parameter.data, generator)
     return model
+
+
+def delta_rule_by_token(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Let a model of transformers compute the delta rule token by token: by chunks, float32 loses
+    three digits of some gradients of decays."""
+    rules = sys.modules[type(model).__module__]
+    if by_token := getattr(rules, "torch_recurrent_gated_delta_rule", None):
+        monkeypatch.setattr(rules, "torch_chunk_gated_delta_rule", by_token)
 
 
 def varied(model: Decoder) -> Decoder:

@@ -17,7 +17,7 @@ from dtron.parallelisms.pipeline.stages import take_stage
 from tests.models.build import initialized, small_config, tokens, varied
 
 NAMES = list(MODELS)
-DENSE = ("llama", "qwen3", "gpt")
+DENSE = ("llama", "qwen3", "qwen3_5", "gpt")
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 
 
@@ -60,12 +60,15 @@ def test_names_are_fixed(name):
     assert fqns >= {"embed.weight", "norm.weight"}
     assert ("blocks.0.ffn.down.weight" in fqns) == (name in (*DENSE, "deepseek_v3"))
     assert fqns >= mixture if name not in DENSE else not fqns & mixture
-    assert ("blocks.0.ffn.gate.weight" in fqns) == (name in ("llama", "qwen3", "deepseek_v3"))
-    assert ("blocks.0.attn.q_norm.weight" in fqns) == (name in ("qwen3", "qwen3_moe"))
+    assert ("blocks.0.ffn.gate.weight" in fqns) == (
+        name in ("llama", "qwen3", "qwen3_5", "deepseek_v3")
+    )
+    assert ("blocks.1.attn.q_norm.weight" in fqns) == (name.startswith("qwen3"))
+    assert ("blocks.0.delta.w_qkv.weight" in fqns) == (name == "qwen3_5")
     assert ("blocks.1.ffn.shared.up.weight" in fqns) == (name == "deepseek_v3")
     assert ("blocks.1.ffn.experts.down_bias" in fqns) == (name == "gpt_oss")
     assert ("position_embed.weight" in fqns) == (name == "gpt")
-    assert ("head.weight" in fqns) == (name not in ("gpt", "qwen3"))
+    assert ("head.weight" in fqns) == (name not in ("gpt", "qwen3", "qwen3_5"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +122,8 @@ def test_learned_positions_have_an_end():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_initialisation_by_name(name):
-    config = small_config(name, dim=128, bias=True, norm_zero_centered=name == "llama")
+    bias = name != "qwen3_5"  # refuses them
+    config = small_config(name, dim=128, bias=bias, norm_zero_centered=name == "llama")
     model = build_model(name, config, BACKENDS["math"])
     for fqn, parameter in model.named_parameters():
         full = torch.full(parameter.shape, torch.nan)
@@ -127,7 +131,11 @@ def test_initialisation_by_name(name):
         again = torch.empty(parameter.shape)
         init_parameter(config, fqn, again, torch.Generator().manual_seed(3))
         assert torch.equal(full, again)
-        if fqn.endswith("bias"):
+        if fqn.endswith("a_log"):
+            assert ((full.exp() >= 0.01) & (full.exp() <= 16)).all()
+        elif fqn.endswith("dt_bias"):
+            assert (full == 1).all()
+        elif fqn.endswith("bias"):
             assert (full == 0).all()
         elif "norm" in fqn.split(".")[-2]:
             assert (full == (0 if name == "llama" else 1)).all()
@@ -249,7 +257,7 @@ def test_blocks_compile_with_grouped_products(name):
         assert (found[fqn].float() - tensor.float()).norm() < 0.02 * scale, fqn
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5"])
 def test_kinds_of_blocks_compile_once_each(name):
     model = varied(initialized(name, small_config(name, n_layers=6), BACKENDS["sdpa"]))
     counter = compiled_blocks(model)

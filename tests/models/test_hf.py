@@ -18,7 +18,7 @@ from dtron.models.config import DecoderConfig
 from dtron.models.hf import WeightName, differences
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import HFFamily, HFFolder
-from tests.models.build import initialized, small_config, tokens, varied
+from tests.models.build import delta_rule_by_token, initialized, small_config, tokens, varied
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -35,9 +35,13 @@ YARN |= {"rope_theta": 500.0}
 EXPERTS = {"num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
 LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+# at 1e-6 the norm of a delta rule's small outputs amplifies float32 rounding, in both programs
+DELTA |= {"linear_value_head_dim": 12, "head_dim": 16, "rms_norm_eps": 1e-3}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": SMALL,
+    "qwen3_5": {**SMALL, **DELTA, "num_hidden_layers": 4},
     "gpt": GPT2,
     "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
     # intermediate_size, which no layer has, is as wide as the experts of a token
@@ -67,6 +71,14 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3",
         "window",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    ("qwen3_5", "plain", {}),
+    (
+        "qwen3_5",
+        "tied",
+        {"tie_word_embeddings": True, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 1}
+        | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
     ("gpt", "tied", {}),
     ("gpt", "untied", {"tie_word_embeddings": False, "n_inner": 80}),
@@ -103,6 +115,7 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
 CLASSES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3_5",
     "gpt": "GPT2",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
@@ -113,7 +126,8 @@ CLASSES = {
 
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    config = getattr(transformers, f"{CLASSES[name]}Config")(**{**SHAPES[name], **settings})
+    suffix = "TextConfig" if name == "qwen3_5" else "Config"
+    config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     kind = "GPT2LMHeadModel" if name == "gpt" else f"{CLASSES[name]}ForCausalLM"
@@ -157,9 +171,10 @@ def is_deepseek_v2(config: DecoderConfig) -> bool:
 
 @pytest.mark.parametrize(("name", "case", "settings"), RANDOM, ids=lambda v: v if v else "")
 def test_logits_and_gradients_equal_those_of_transformers(
-    tmp_path: Path, name: str, case: str, settings: dict[str, Any]
+    tmp_path: Path, name: str, case: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = reference(name, settings)
+    delta_rule_by_token(monkeypatch, theirs)
     theirs.save_pretrained(tmp_path / "hf")
     ours = from_hf(tmp_path / "hf", attention="math")
     x, direction = tokens(length=40), torch.randn(2, 40, 97)
@@ -177,6 +192,21 @@ def test_logits_and_gradients_equal_those_of_transformers(
     assert written.keys() == expected.keys()
     for key, gradient in expected.items():
         assert (written[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
+
+
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
+    """As released: the config inside, tensors of vision and of a second token besides."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(text_config=SHAPES["qwen3_5"], vision_config=vision)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2)}, file)
+    ours = from_hf(tmp_path / "hf", attention="math")
+    x = tokens(length=40)
+    torch.testing.assert_close(ours(x), theirs(input_ids=x).logits, rtol=1e-4, atol=1e-5)
+    assert ours.config.tied == config.tie_word_embeddings  # type: ignore[union-attr]
 
 
 def folder_tensors(path: Path) -> dict[str, torch.Tensor]:

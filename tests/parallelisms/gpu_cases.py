@@ -9,7 +9,7 @@ from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.float8 import RECIPES
 from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
-from tests.parallelisms.parity import DENSE, FULL, LIMITED, MTP, SELECTIVE, SIZES, Case
+from tests.parallelisms.parity import DELTA, DENSE, FULL, LIMITED, MTP, SELECTIVE, SIZES, Case
 
 Keys = dict[str, Any]
 WORLDS = (1, 2, 4)
@@ -177,6 +177,7 @@ LATENT: Keys = {
 WIDTHS: dict[str, Keys] = {
     "llama": WIDE,
     "qwen3": WIDE,
+    "qwen3_5": {**WIDE, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,

@@ -126,9 +126,14 @@ LATENT8 = {
     **{"rope_head_dim": 16, "v_head_dim": 16, "expert_dim": 32, "first_dense_layers": 1},
 }
 """Latent attention whose layers can all be float8."""
+DELTA = {
+    **{"delta_key_heads": 4, "delta_value_heads": 8, "delta_key_dim": 4, "delta_value_dim": 6},
+    **{"full_attention_every": 2, "norm_eps": 1e-3},
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
+    "qwen3_5": {**SMALL, **DELTA, "head_dim": 8},
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
@@ -789,8 +794,10 @@ def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:
 def context_of(case: Case, kernel: str = "math") -> Context | None:
     """How attention gets at the tokens of other ranks."""
     config, _ = case.resolved()
-    cores = MODELS[case.model].cores
-    return Context.of(case.parallel, cores, kernel, config.window, config.softcap)
+    spec = MODELS[case.model]
+    scoring = config.window, config.softcap
+    recurrent = spec.delta_cores(config)
+    return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> LossFunction:

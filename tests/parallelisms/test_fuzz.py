@@ -63,6 +63,7 @@ def features(case: Case) -> set[str]:
         **{"capacity": config.capacity_factor, "YaRN": config.rope_scaling == "yarn"},
         **{"balance": config.balance_coefficient, "dropout": config.dropout},
         **{"latent": config.kv_lora_rank, "bias": config.bias},
+        **{"gated delta nets": config.delta_key_heads},
         **{"shared heads": parallel.tp > config.n_kv_heads},
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
@@ -171,11 +172,15 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         "tied": random.choice([True, False]),
         "dropout": random.choice([0.0, 0.0, 0.1]),
     }
-    if not debug.n_experts:
+    if debug.delta_key_heads:
+        found |= _draw_dense(random) | _draw_delta(random)
+    elif not debug.n_experts:
         found |= _draw_dense(random)
     else:
         found |= _draw_mixture(random, model)
-    if not debug.kv_lora_rank:
+    if debug.delta_key_heads:
+        found |= {"softcap": random.choice([0.0, 0.0, 1.0]), "sinks": random.random() < 0.25}
+    elif not debug.kv_lora_rank:
         found |= {
             "window": random.choice([0, 0, 3, 5]),
             "softcap": random.choice([0.0, 0.0, 1.0]),
@@ -202,6 +207,22 @@ def _draw_dense(random: random.Random) -> dict[str, Any]:
         "norm": random.choice(["rmsnorm", "layernorm"]),
         "norm_zero_centered": random.choice([True, False]),
         "activation": random.choice(["swiglu", "geglu", "gelu", "relu2"]),
+    }
+
+
+def _draw_delta(random: random.Random) -> dict[str, Any]:
+    """Gated delta nets of six or twelve value heads, and what they do not go with turned off."""
+    return {
+        "head_dim": 8,
+        "bias": False,
+        "rope_fraction": random.choice([0.25, 0.5, 1.0]),
+        "output_gate": random.choice([True, True, False]),
+        "full_attention_every": random.choice([2, 2, 3, 4]),
+        "delta_key_heads": 6,
+        "delta_value_heads": random.choice([6, 12]),
+        "delta_key_dim": random.choice([4, 5]),
+        "delta_value_dim": random.choice([4, 6]),
+        "delta_conv": random.choice([1, 2, 4]),
     }
 
 

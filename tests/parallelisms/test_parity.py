@@ -342,6 +342,18 @@ EXPERT_CASES = [
         steps=1,
     ),
 ]
+LONG: dict[str, Any] = {"seq_len": 144, "sequences": 2, "dtype": "float64"}
+"""Sequences of more than two chunks of the delta rule."""
+HYBRID_CASES = [
+    Case("qwen3_5", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
+    Case("qwen3_5", 4, HIERARCHICAL, documents=True, dtype="float64"),
+    Case("qwen3_5", 4, Parallel(tp=4), SELECTIVE, dtype="float64"),
+    Case("qwen3_5", 2, Parallel(tp=2, async_tp=True), micro_batch=2),
+    Case("qwen3_5", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
+    Case("qwen3_5", 2, recompute=Recompute(mode="full", modules=["delta", "ffn"])),
+    Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
+]
+"""Gated delta nets between layers with attention."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -590,6 +602,7 @@ SPECIAL = [
     Case("mixtral", 4, Parallel(dp_replicate=2, zero=2, copy_engines=True)),
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
+    *HYBRID_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
@@ -607,6 +620,7 @@ BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -623,6 +637,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(cp=2), documents=True, compile=EAGER),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
+    float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),

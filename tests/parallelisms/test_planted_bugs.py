@@ -26,6 +26,7 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
+from dtron.models import gated_delta_net
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -535,6 +536,42 @@ def heads_of_other_ranks() -> None:
     Mesh.heads = functools.cache(heads)  # type: ignore[method-assign]
 
 
+def state_crosses_documents() -> None:
+    """The state of a gated delta net goes on from one document to the next."""
+    rule = gated_delta_net.DELTA_KERNELS["torch"]
+    gated_delta_net.DELTA_KERNELS["torch"] = lambda *inputs: rule(*inputs[:-1], None)
+
+
+def convolution_crosses_documents() -> None:
+    """The convolution of a gated delta net sees the last tokens of the document before."""
+    convolve = gated_delta_net.causal_convolution
+    gated_delta_net.causal_convolution = lambda x, weight, _starts: convolve(x, weight, None)
+
+
+def state_not_passed_over_cp() -> None:
+    """Each cp rank begins with an empty state, as if its tokens were the whole sequence."""
+    apply.apply_recurrent_context = lambda _modules, _group: None
+
+
+def channels_of_first_rank() -> None:
+    """All tp ranks use the convolution and the decays of the first rank's heads."""
+    core = gated_delta_net.DeltaCore
+    core.head_shard = property(lambda _self: 0, lambda _self, _value: None)  # type: ignore
+
+
+def gates_without_input_gradient() -> None:
+    """What the output gates of attention say of their input is not in its gradient."""
+    split = apply.apply_tensor_parallel
+
+    def splits(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        split(model, *args, **kwargs)
+        for name, module in model.named_modules():
+            if name.endswith("attn.wg"):
+                module.register_forward_pre_hook(lambda _module, args: (args[0].detach(),))
+
+    apply.apply_tensor_parallel = splits
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -597,6 +634,8 @@ MTP = Case("deepseek_v3", 2, Parallel(cp=2), override=parity.MTP, sequences=4, s
 PACKED = Case("mixtral", 2, Parallel(cp=2), override=parity.LIMITED, sequences=4, packing="pad")
 PREDICTED = replace(MTP, packing="best_fit")
 NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
+DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
+DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
@@ -605,6 +644,8 @@ BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 # What comes before the last keys and values; its queries, output and feed-forward come after.
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
+OF_HEADS = rf"{NORMS}|gradient blocks\.\d+\.(delta\.(core|gated_norm)\..*|attn\.[qk]_norm\.weight)"
+BEFORE_GATES = r"gradient (embed|blocks\.0|blocks\.1\.attn_norm).*"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
 LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
 FACTORS = r"gradient .*((w[qkv]|gate|up)[._]lora_a|(wo|down)[._]lora_b)"
@@ -666,6 +707,12 @@ BUGS = [
     Bug(sequences_for_tokens, FUSED, ALSO_LOSS),
     Bug(input_gradients_not_reduce_scattered, LATENT_FUSED, BEFORE_EXPERTS),
     Bug(siblings_not_queued, QUEUED, LINEARS8),
+    Bug(state_crosses_documents, DELTA_CP, ALSO_LOSS),
+    Bug(convolution_crosses_documents, DELTA_CP, ALSO_LOSS),
+    Bug(state_not_passed_over_cp, DELTA_CP, ALSO_LOSS),
+    Bug(channels_of_first_rank, DELTA, ALSO_LOSS),
+    Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
+    Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -19,6 +19,7 @@ from dtron.models import MODELS, DecoderConfig, to_hf
 from dtron.models.decoder import Decoder
 from dtron.models.layers import ACTIVATIONS, Activation
 from dtron.parallelisms.initialize import Initializer, initialize
+from tests.models.build import delta_rule_by_token
 from tests.parallelisms import parity
 from tests.parallelisms.parity import (
     MAX_NORM,
@@ -63,8 +64,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reference_equals_transformers(name: str, tmp_path: Path) -> None:
-    check(CASES[name], tmp_path)
+def test_reference_equals_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(CASES[name], tmp_path, monkeypatch)
 
 
 def test_clamped_experts_equal_those_of_transformers(
@@ -86,7 +89,7 @@ def test_clamped_experts_equal_those_of_transformers(
     monkeypatch.setitem(ACTIVATIONS, "clamped_swiglu", Activation(function, True, linear))
     monkeypatch.setattr(parity, "initializer", near_the_limits)
     monkeypatch.setattr(parity, "_REFERENCES", {})  # of these weights
-    check(case("gpt_oss", 16), tmp_path)
+    check(case("gpt_oss", 16), tmp_path, monkeypatch)
     assert all(each.any() and not each.all() for each in clamped)
 
 
@@ -102,10 +105,11 @@ def near_the_limits(case: Case, config: DecoderConfig) -> Initializer:
     return larger
 
 
-def check(case: Case, folder: Path) -> None:
+def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail unless `parity.reference` equals transformers."""
     config, _ = case.resolved()
     theirs = loaded(case, config, drawn(case, config), folder / "weights")
+    delta_rule_by_token(monkeypatch, theirs)
     found = {**reference(case)}
     wanted = found | of_transformers(case, theirs)
     for kind in ("gradients", "parameters"):  # written and loaded as weights, for their names

@@ -53,6 +53,8 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     mask = model.backend.prepare(None, positions)  # type: ignore[union-attr, operator]
     x = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
     shared = [*model.parameters(), *([rope] if rope is not None else [])]
+    if config.delta_layers[layer]:
+        return unit, (x, None, None, None), shared
     return unit, (x, rope, mask, None), shared
 
 
@@ -90,7 +92,8 @@ def saved_bytes(
 def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
     """Make a block's linear layers float8, but the router and those that a pattern names."""
     linears = [name for name, module in unit.named_modules() if isinstance(module, nn.Linear)]
-    chosen = [n for n in linears if "router" not in n and not fnmatch.fnmatch(n, skip)]
+    gates = ("ffn.router", "delta.w_a", "delta.w_b")
+    chosen = [n for n in linears if n not in gates and not fnmatch.fnmatch(n, skip)]
     convert(unit, chosen, RECIPES[recipe], emulate=True)
     fuse(unit, ["ffn"])
 
@@ -100,14 +103,22 @@ ROWS = [
     *[(name, 0, "none") for name in ("gpt", "qwen3", "deepseek_v3")],
     *[("deepseek_v3", 3, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_moe", 0, "none"),
+    *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],
+    ("qwen3_5", 3, "none"),
 ]
+
+
+def kind_of(name: str, layer: int) -> str:
+    """The kind of a layer of a debug size."""
+    words = f"model.name={name} model.size=debug train.seq_len={T}"
+    return Resolved.of(RunConfig.load(LLAMA, words.split()), 1).kind(layer)
 
 
 @pytest.mark.parametrize(("name", "layer", "mode"), ROWS)
 def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> None:
     config = model_config(name, "debug")
     mixture = layer >= config.n_dense_layers
-    saved = block(config, "mixture" if mixture else "dense")
+    saved = block(config, kind_of(name, layer))
     rows = [row for row in saved if row.eager is not True and mode in row.modes]
     messages = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
@@ -121,6 +132,7 @@ MODULES = [
     ("llama", 0, "attention", ["attn"]),
     ("llama", 0, "selective", ["ffn"]),
     ("llama", 0, "selective", ["attn"]),
+    ("qwen3_5", 0, "full", ["delta"]),
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
     ("deepseek_v3", 0, "full", ["attn"]),
@@ -174,6 +186,7 @@ def test_bytes_that_a_compiled_float8_block_keeps(
 UNITS = [
     *[(name, 0) for name in ("llama", "mixtral", "gpt", "qwen3", "qwen3_moe")],
     *[("deepseek_v3", layer) for layer in (0, 3)],
+    *[("qwen3_5", layer) for layer in (0, 3)],
 ]
 
 
@@ -192,8 +205,7 @@ def test_what_waits_for_weight_gradients(name: str, layer: int, compiled: bool) 
     out = out[0] if isinstance(out, tuple) else out
     with gradients.collect(0):
         torch.autograd.backward([out], [torch.randn_like(out)])
-    config = model_config(name, "debug")
-    kind = "mixture" if layer >= config.n_dense_layers else "dense"
+    config, kind = model_config(name, "debug"), kind_of(name, layer)
     messages = [row for row in block(config, kind) if row.read], output_gradients(config, kind)
     for rows, field in zip(messages, ("x", "grad"), strict=True):
         storages = [getattr(item, field).untyped_storage() for _, item, _ in gradients._queues[0]]
@@ -278,7 +290,7 @@ def multiplied(
 AGAIN = [
     *[("llama", 0, mode) for mode in ("attention", "full")],
     *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
-    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe")],
+    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5")],
 ]
 
 

@@ -35,6 +35,7 @@ LATENT = (
     f"{SMALL} model.name=deepseek_v3 model.size=16b-a3b {EXPERTS} model.override.expert_dim=256 "
     "model.override.n_kv_heads=8 model.override.ffn_dim=1536"
 )
+HYBRID = f"{DENSE} model.name=qwen3_5 model.size=0.8b model.override.full_attention_every=2"
 CASES = {
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
@@ -58,6 +59,7 @@ CASES = {
     "ring": (DENSE, 4, "parallel.cp=4 recompute.mode=selective"),
     "halos": (DENSE, 4, "parallel.cp=2 parallel.dp_shard=2 model.override.window=100"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
+    "hybrid": (HYBRID, 4, "parallel.cp=2 parallel.tp=2 recompute.mode=full"),
     "tp x pp": (
         DENSE,
         4,

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from dtron.parallelisms.context.load_balance import (
     chunk_numbers,
@@ -9,6 +10,8 @@ from dtron.parallelisms.context.load_balance import (
     pairs_per_rank,
     tokens_of_rank,
 )
+from dtron.parallelisms.context.recurrent import order_of_whole_sequences
+from dtron.parallelisms.context.split import Split
 
 
 def drawn(seed: int, rows: int, length: int) -> np.ndarray:
@@ -18,6 +21,13 @@ def drawn(seed: int, rows: int, length: int) -> np.ndarray:
         rng.choice(length, rng.integers(0, min(length, 12)), replace=False) for _ in range(rows)
     ]
     return np.stack([(np.arange(length)[:, None] >= np.sort(end)).sum(1) for end in ends])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_recurrent_layers_know_the_order_of_whole_sequences(n: int) -> None:
+    split = Split(None, (2, 4 * n), n)
+    wanted = torch.cat([split.index(rank) for rank in range(n)], dim=1)
+    assert torch.equal(order_of_whole_sequences(n, torch.zeros(2, 4, 1)), wanted)
 
 
 def test_one_document_is_held_from_both_ends() -> None:

@@ -1,0 +1,289 @@
+"""The gated delta rule, the recurrence of Qwen3.5's linear attention, and DELTA_KERNELS.
+
+Every value head has a state S, a matrix (K, V), instead of keys and values of all earlier tokens:
+
+    S <- exp(g) S                           decay, g <= 0
+    S <- S + k (beta (v - k^T S))^T         replace what S holds for the key k by v
+    out = q^T S
+
+S is zero at the first token of a document. Evaluated by chunks of C tokens, most of the work is
+matmuls: within a chunk, the values that tokens write depend on each other by a triangular system;
+between chunks only S is passed on.
+
+Shapes: B sequences, T tokens, G key heads, H value heads (H a multiple of G; H / G value heads
+share one key head), K and V widths of their heads, N chunks of C tokens, R = H / G.
+Sources: Gated Delta Networks, arXiv:2412.06464; by chunks, arXiv:2406.06484.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What chunks of a sequence need besides the state, float32 at least.
+
+    Every chunk computes written = own - seen S and out = q S + within written, and passes on
+    kept S + k^T written.
+    """
+
+    q: Tensor
+    """(B, N, G, R, C, K), decayed since the chunk began."""
+    k: Tensor
+    """(B, N, G, R, C, K), decayed until the chunk ends."""
+    within: Tensor
+    """(B, N, G, R, C, C)."""
+    own: Tensor
+    """(B, N, G, R, C, V)."""
+    seen: Tensor
+    """(B, N, G, R, C, K)."""
+    kept: Tensor
+    """(B, N, G, R, 1, 1)."""
+    system: Tensor
+    """(B, N, G, R, C, C): own and seen solve (1 + system) x = right."""
+    pairs: Tensor
+    """(B, N, G, R, C, C), decay between two tokens; 0 for later ones and other documents."""
+    since: Tensor
+    """(B, N, G, R, C, 1), decay since the chunk began; 0 after a document has started in it."""
+    until: Tensor
+    """(B, N, G, R, C, 1), decay until the chunk ends; 0 if a document starts later in it."""
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k (B, N, G, 1, C, K), v (B, N, G, R, C, V), g and beta (B, N, G, R, C, 1)."""
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
+    wide, groups = torch.promote_types(v.dtype, torch.float32), q.shape[2]
+    by_group = (v, g.unsqueeze(-1), beta.unsqueeze(-1))
+    v, g, beta = (_chunks(x.to(wide).unflatten(2, (groups, -1))) for x in by_group)
+    q, k = (_chunks(x.to(wide).unsqueeze(3)) for x in (q, k))
+    return q, k, v, g, beta
+
+
+def _prepare(inputs: Inputs, starts: Tensor | None) -> _Chunks:
+    q, k, v, g, beta = inputs
+    decay = g.cumsum(-2)
+    total = decay[..., -1:, :]
+    order = torch.arange(CHUNK, device=v.device)
+    causal = order.unsqueeze(-1) >= order  # (C, C)
+    since, until, kept = decay.exp(), (total - decay).exp(), total.exp()
+    if starts is not None:
+        number = _chunks(starts.int().view(*starts.shape, 1, 1, 1)).cumsum(-2)  # in its chunk
+        last = number[..., -1:, :]
+        causal = causal & (number == number.transpose(-1, -2))
+        since, until, kept = since * (number == 0), until * (number == last), kept * (last == 0)
+    pairs = (decay - decay.transpose(-1, -2)).masked_fill(~causal, float("-inf")).exp()
+    system = (beta * (k @ k.transpose(-1, -2)) * pairs).tril(-1)
+    right = torch.cat([beta * v, beta * since * k], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = (q @ k.transpose(-1, -2)) * pairs
+    return _Chunks(q * since, k * until, within, own, seen, kept, system, pairs, since, until)
+
+
+def _scan(c: _Chunks) -> tuple[Tensor, Tensor]:
+    """Return states (B, N, G, R, K, V) before each chunk, and `written` (B, N, G, R, C, V)."""
+    state = c.own.new_zeros(*c.own[:, 0].shape[:-2], c.k.shape[-1], c.own.shape[-1])
+    states, written = [], []
+    for n in range(c.own.shape[1]):
+        states.append(state)
+        written.append(c.own[:, n] - c.seen[:, n] @ state)
+        state = state * c.kept[:, n] + c.k[:, n].mT @ written[n]
+    return torch.stack(states, 1), torch.stack(written, 1)
+
+
+def torch_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Compute the gated delta rule in plain PyTorch, in float32 at least.
+
+    Args:
+        q: (B, T, G, K), scaled.
+        k: (B, T, G, K), of length 1.
+        v: (B, T, H, V).
+        g: (B, T, H), logarithm of the decay, at most 0.
+        beta: (B, T, H), between 0 and 1.
+        starts: bool (B, T), True at the first token of a document; None: each sequence is one
+            document.
+    Returns:
+        (B, T, H, V) in v's dtype.
+    """
+    return torch.ops.dtron.gated_delta_rule(q, k, v, g, beta, starts)
+
+
+@torch.library.custom_op("dtron::gated_delta_rule", mutates_args=())
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Compute `torch_delta_rule` as one operator, which saves its inputs only.
+
+    So a compiled block is one graph, and recomputation can save the output.
+    """
+    chunks = _prepare(_inputs(q, k, v, g, beta), starts)
+    states, written = _scan(chunks)
+    return _tokens(chunks.q @ states + chunks.within @ written, v)
+
+
+@gated_delta_rule.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("dtron::gated_delta_rule_backward", mutates_args=())
+def gated_delta_rule_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k, v, g and beta; `grad`: (B, T, H, V), of the output.
+
+    It computes the forward once more, then the gradient of the state from the last chunk to the
+    first.
+    """
+    inputs = _inputs(q, k, v, g, beta)
+    c = _prepare(inputs, starts)
+    states, written = _scan(c)
+    out = _chunks(grad.to(states.dtype).unflatten(2, (q.shape[2], -1)))  # (B, N, G, R, C, V)
+    to_written, to_next = c.within.mT @ out, []
+    state = torch.zeros_like(states[:, 0])  # gradient of the state after a chunk
+    for n in reversed(range(out.shape[1])):
+        to_next.append(state)
+        to_written[:, n] += c.k[:, n] @ state
+        state = state * c.kept[:, n] + c.q[:, n].mT @ out[:, n] - c.seen[:, n].mT @ to_written[:, n]
+    following = torch.stack(to_next[::-1], 1)
+    grads = _gradients(inputs, c, states, written, out, to_written, following)
+    dq, dk, dv, dg, dbeta = (
+        _tokens(x, like) for x, like in zip(grads, (q, k, v, g, beta), strict=True)
+    )
+    return dq, dk, dv, dg, dbeta
+
+
+def _gradients(
+    inputs: Inputs,
+    c: _Chunks,
+    states: Tensor,
+    written: Tensor,
+    out: Tensor,
+    to_written: Tensor,
+    following: Tensor,
+) -> Inputs:
+    """Return the gradients of `inputs`.
+
+    Args:
+        states, written: results of `_scan`.
+        out, to_written, following: gradients of the outputs, of `written`, and of the state after
+            each chunk.
+    """
+    q, k, v, _, beta = inputs
+    to_q, to_k, to_within = out @ states.mT, written @ following.mT, out @ written.mT
+    solved = torch.cat([c.own, c.seen], dim=-1)
+    to_solved = torch.cat([to_written, -to_written @ states.mT], dim=-1)
+    transposed = c.system.mT
+    right = torch.linalg.solve_triangular(transposed, to_solved, upper=True, unitriangular=True)
+    to_system = (-right @ solved.mT).tril(-1)
+    to_values, to_keys = right.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    products, by_beta = q @ k.mT, to_system * beta * c.pairs
+    grad_q = (to_q * c.since + (to_within * c.pairs) @ k).sum(3, keepdim=True)
+    grad_k = to_k * c.until + (to_within * c.pairs).mT @ q + to_keys * beta * c.since
+    grad_k = (grad_k + (by_beta + by_beta.mT) @ k).sum(3, keepdim=True)
+    similar = k @ k.mT
+    grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.since * k).sum(
+        -1, keepdim=True
+    )
+    grad_beta = grad_beta + (to_system * similar * c.pairs).sum(-1, keepdim=True)
+
+    # The decay of a token acts on what passes it: from earlier tokens of the chunk to itself or
+    # later ones, from the state before, and to the state after. Sums of only these terms lose less
+    # precision than the gradient of a cumulative sum, whose terms cancel.
+    between = (to_within * products * c.pairs + by_beta * similar).tril(-1)
+    passing = (between.cumsum(-1) - between).tril().sum(-2).unsqueeze(-1)
+    began = (to_q * q + to_keys * beta * k).sum(-1, keepdim=True) * c.since
+    ends = (to_k * k).sum(-1, keepdim=True) * c.until
+    whole = (following * states).sum((-1, -2), keepdim=True) * c.kept
+    grad_g = passing + began.flip(-2).cumsum(-2).flip(-2) + ends.cumsum(-2) - ends + whole
+    return grad_q, grad_k, to_values * beta, grad_g, grad_beta
+
+
+@gated_delta_rule_backward.register_fake
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in inputs[:5])
+    return dq, dk, dv, dg, dbeta
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *gated_delta_rule_backward(grad, *ctx.saved_tensors), None
+
+
+gated_delta_rule.register_autograd(_backward, setup_context=_save)
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """Split (B, T, G, R, W) into chunks of C tokens, padded with zeros: (B, N, G, R, C, W)."""
+    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    return x.unflatten(1, (-1, CHUNK)).movedim(2, 4)
+
+
+def _tokens(x: Tensor, like: Tensor) -> Tensor:
+    """Undo `_chunks`: return (B, N, G, R, C, W) in the shape and dtype of `like`, contiguous."""
+    x = x.movedim(4, 2).flatten(1, 2)[:, : like.shape[1]]
+    return x.reshape(like.shape).to(like.dtype).contiguous()
+
+
+def document_starts(documents: Any, positions: Tensor) -> Tensor | None:
+    """Return bool (B, T), True at the first token of a document; None: one document per sequence.
+
+    Args:
+        documents: integers (B, T), equal within a document; None; or tables that
+            `Backend.described` or context parallelism made from them: then positions restart in
+            each document.
+        positions: int64 (B or 1, T).
+    """
+    if documents is None:
+        return None
+    if not isinstance(documents, Tensor):
+        return positions == 0
+    return torch.cat(
+        [torch.ones_like(documents[:, :1], dtype=torch.bool), documents.diff(dim=1) != 0], dim=1
+    )
+
+
+def _fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Call the kernels of flash-linear-attention; arguments as in `torch_delta_rule`."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    inputs, bounds = (q, k, v, g.float(), beta), None
+    if starts is not None:
+        starts = starts.clone()
+        starts[:, 0] = True  # sequences are concatenated
+        ends = starts.new_tensor([starts.numel()], dtype=torch.int64)
+        bounds = torch.cat([starts.flatten().nonzero().flatten(), ends])
+        inputs = tuple(x.flatten(0, 1).unsqueeze(0) for x in inputs)
+    out = chunk_gated_delta_rule(*inputs, scale=1.0, cu_seqlens=bounds)[0]
+    return out.view(v.shape)
+
+
+DELTA_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "torch": torch_delta_rule,
+    "fla": _fla_delta_rule,
+}
+"""{model.override.delta_kernel: function with the arguments of `torch_delta_rule`}."""

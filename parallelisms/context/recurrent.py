@@ -1,0 +1,98 @@
+"""Context parallelism of recurrent layers: whole sequences of some heads instead of some tokens.
+
+A recurrence over tokens, such as a gated delta net, has no blocks of keys to send around. But its
+heads are independent. So an all-to-all over all cp ranks exchanges this rank's tokens of all heads
+for all tokens of its shard of the heads, in the order of the sequence; the module then computes as
+with cp = 1, and a second all-to-all returns its outputs. Any distribution of the tokens over ranks
+is possible, and documents need no tables.
+
+Legend: B sequences, T tokens, t = T / cp on a rank, n = cp ranks, G heads on a rank.
+Source: Ulysses, arXiv:2309.14509; Megatron-Core does the same for Mamba and gated delta nets.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtron.parallelisms.context.all_to_all import exchange_heads, to_tokens
+
+
+@dataclass(frozen=True)
+class RecurrentContext:
+    """Forward of a recurrent module over sequences that are sharded over cp ranks.
+
+    The module's forward takes (x (B, T, G, .), a (B, T, G, .), b (B, T, G, .), starts, order,
+    shard), as `DeltaCore` of `models/gated_delta_net.py` does.
+    """
+
+    whole: Callable[..., Tensor]
+    """Forward of the module with cp = 1."""
+    module: nn.Module
+    group: dist.ProcessGroup
+
+    def __call__(
+        self, x: Tensor, a: Tensor, b: Tensor, starts: Tensor | None, order: Tensor | None
+    ) -> Tensor:
+        """Compute the module's outputs (B, t, G, .) of this rank's tokens.
+
+        Args:
+            x, a, b: (B, t, G, .), of one dtype.
+            starts: bool (B, t), True at the first token of a document; None: one document.
+            order: int64 (B, T), index of each token in its sequence, rank by rank; None: that of
+                sequences that are one document each.
+        """
+        if order is None:
+            assert starts is None, "a recurrent layer with documents needs the order of all tokens"
+            order = order_of_whole_sequences(self.group.size(), x)
+        n, flag = self.group.size(), () if starts is None else (starts,)
+        marks = (s.view(*s.shape, 1, 1).expand(*x.shape[:3], 1).to(x.dtype) for s in flag)
+        sent = torch.cat([x, a, b, *marks], dim=-1)
+        arrived = exchange_heads(sent, self.group, n)  # (B, T, G / n, .)
+        place = order.argsort(1)
+        tokens = _Permuted.apply(arrived, place, order)
+        widths = [x.shape[-1], a.shape[-1], b.shape[-1], *[1 for _ in flag]]
+        x, a, b, *found = tokens.split(widths, dim=-1)
+        shard = self.module.head_shard * n + self.group.rank()  # type: ignore[operator]
+        starts = found[0][:, :, 0, 0] > 0 if found else None
+        out = self.whole(x, a, b, starts, None, shard)
+        return to_tokens(_Permuted.apply(out, order, place), self.group, n)
+
+
+def order_of_whole_sequences(n: int, x: Tensor) -> Tensor:
+    """Return the order, int64 (B, T), of n ranks with an early and a late chunk each.
+
+    Args:
+        x: (B, t, ...), a rank's tokens.
+    """
+    half = x.shape[1] // 2
+    early = torch.arange(n, device=x.device)
+    chunks = torch.stack([early, 2 * n - 1 - early], dim=1).flatten()
+    tokens = chunks.unsqueeze(1) * half + torch.arange(half, device=x.device)
+    return tokens.flatten().expand(x.shape[0], -1)
+
+
+class _Permuted(torch.autograd.Function):
+    """x[b, place[b]] of x (B, T, ...); `inverse` undoes `place`, int64 (B, T)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _permuted(x, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _permuted(grads[0], *ctx.saved_tensors), None, None
+
+
+def _permuted(x: Tensor, place: Tensor) -> Tensor:
+    return x.gather(1, place.view(*place.shape, *[1] * (x.dim() - 2)).expand(x.shape))
+
+
+def apply_recurrent_context(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Replace the forward of recurrent modules, in place; `group`: all cp ranks."""
+    for module in modules:
+        module.forward = RecurrentContext(module.forward, module, group)  # type: ignore[method-assign]

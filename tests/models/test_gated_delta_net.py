@@ -1,0 +1,165 @@
+"""The gated delta rule by chunks equals the recurrence, and documents are independent."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dtron.errors import ConfigError
+from dtron.models import BACKENDS, model_config
+from dtron.models.delta_rule import CHUNK, DELTA_KERNELS, document_starts, torch_delta_rule
+from dtron.models.gated_delta_net import causal_convolution
+from tests.models.build import initialized, small_config, tokens, varied
+
+B, G, R, K, V = 2, 2, 2, 3, 5
+"""Sequences, key heads, value heads of each, widths of their heads."""
+
+
+def by_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """The recurrence of the module's docstring, token by token."""
+    q, k = q.repeat_interleave(R, 2), k.repeat_interleave(R, 2)
+    state, outs = torch.zeros(B, G * R, K, V, dtype=v.dtype), []
+    for t in range(v.shape[1]):
+        if starts is not None:
+            state = state * ~starts[:, t].view(B, 1, 1, 1)
+        state = state * g[:, t].exp()[..., None, None]
+        held = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        write = beta[:, t, :, None] * (v[:, t] - held)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], write)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1)
+
+
+def inputs(
+    length: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(B, length, *shape, dtype=torch.float64, generator=generator)
+
+    g, beta = -drawn(G * R).abs(), drawn(G * R).sigmoid()
+    made = (drawn(G, K), F.normalize(drawn(G, K), dim=-1), drawn(G * R, V), g, beta)
+    q, k, v, g, beta = (x.to(dtype).requires_grad_() for x in made)
+    return q, k, v, g, beta
+
+
+def starts_at(length: int, *tokens: int) -> Tensor:
+    """The first sequence has documents at these tokens, the second at other ones."""
+    starts = torch.zeros(B, length, dtype=torch.bool)
+    starts[0, [0, *tokens]] = starts[1, [0, *(t // 2 for t in tokens)]] = True
+    return starts
+
+
+CASES = [
+    (5, None),
+    (CHUNK, None),
+    (2 * CHUNK + 7, None),
+    # a document within a chunk, one that fills a chunk, one of one token, one over two chunks
+    (3 * CHUNK + 9, (3, CHUNK, 2 * CHUNK, 2 * CHUNK + 1)),
+    (2 * CHUNK, (CHUNK - 1, CHUNK, CHUNK + 1)),
+]
+
+
+@pytest.mark.parametrize(("length", "documents"), CASES)
+def test_chunks_equal_the_recurrence(length: int, documents: tuple[int, ...] | None) -> None:
+    starts = None if documents is None else starts_at(length, *documents)
+    given = inputs(length)
+    found, wanted = torch_delta_rule(*given, starts), by_token(*given, starts)
+    assert (found - wanted).norm() <= 1e-12 * wanted.norm()
+    direction = torch.randn_like(wanted)
+    grads = [torch.autograd.grad(out, given, direction) for out in (found, wanted)]
+    for name, one, other in zip(("q", "k", "v", "g", "beta"), *grads, strict=True):
+        assert (one - other).norm() <= 1e-11 * other.norm(), name
+
+
+def test_convolution_is_torchs_and_stays_in_documents() -> None:
+    x, weight = torch.randn(B, 9, 3, 4), torch.randn(3, 4, 4)
+    whole = F.conv1d(x.flatten(2).mT, weight.view(12, 1, 4), padding=3, groups=12)[..., :9]
+    torch.testing.assert_close(causal_convolution(x, weight, None), whole.mT.unflatten(2, (3, 4)))
+    starts = torch.zeros(B, 9, dtype=torch.bool)
+    starts[:, [0, 4, 5]] = True
+    parts = [causal_convolution(part, weight, None) for part in x.split([4, 1, 4], dim=1)]
+    torch.testing.assert_close(causal_convolution(x, weight, starts), torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_packed_documents_equal_separate_ones(described: bool) -> None:
+    model = varied(initialized("qwen3_5", small_config("qwen3_5")))
+    x, sizes = tokens(batch=1, length=24), [5, 1, 18]
+    positions = torch.cat([torch.arange(n) for n in sizes]).unsqueeze(0)
+    documents = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(sizes))[None]
+    starts = document_starts({} if described else documents, positions)
+    assert starts is not None
+    assert torch.equal(starts, positions == 0)
+    together = model(x, positions, documents)
+    apart = torch.cat([model(part) for part in x.split(sizes, dim=1)], dim=1)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(model(x), apart, atol=1e-3)
+
+
+def test_the_kernels_of_fla_get_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention takes concatenated documents, log decays and bounds."""
+    seen: dict[str, Any] = {}
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, None]:
+        seen.update(scale=scale, bounds=cu_seqlens, shape=tuple(v.shape), g=g.dtype)
+        starts = None
+        if cu_seqlens is not None:
+            starts = torch.zeros(v.shape[:2], dtype=torch.bool)
+            starts[0, cu_seqlens[:-1]] = True
+        return torch_delta_rule(q, k, v, g, beta, starts), None
+
+    module: Any = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    given, rule = inputs(20, torch.float32), DELTA_KERNELS["fla"]
+    starts = starts_at(20, 4, 10)
+    torch.testing.assert_close(rule(*given, starts), torch_delta_rule(*given, starts))
+    assert seen["bounds"].tolist() == [0, 4, 10, 20, 22, 25, 40]
+    assert (seen["scale"], seen["shape"], seen["g"]) == (1.0, (1, 40, G * R, V), torch.float32)
+    torch.testing.assert_close(rule(*given, None), torch_delta_rule(*given, None))
+    assert (seen["bounds"], seen["shape"]) == (None, (2, 20, G * R, V))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"delta_value_heads": 12}, "delta_value_heads = 12 conflicts with delta_key_heads = 8; use a"),
+    ({"delta_key_dim": 0}, "delta_key_dim = 0 conflicts with"),
+    ({"full_attention_every": 0}, "full_attention_every = 0 conflicts with"),
+    ({"full_attention_every": 1}, "leaves no layer with a gated delta net"),
+    ({"full_attention_every": 9}, "use 2 to n_layers = 8"),
+    ({"window": 4}, "window = 4 conflicts with delta_key_heads = 8; use 0"),
+    ({"bias": True}, "bias = True conflicts with"),
+    ({"rope_fraction": 0.03}, "rotates 0 elements"),
+    ({"delta_key_heads": 0}, "delta_value_heads = 16 has no effect with delta_key_heads = 0"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_what_is_refused(override: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config("qwen3_5", "debug", override)
+    assert message in str(caught.value)
+
+
+def test_layers_alternate() -> None:
+    model = initialized("qwen3_5", model_config("qwen3_5", "debug"), BACKENDS["math"])
+    kinds: list[Callable[..., Any]] = [type(block) for block in model.blocks.values()]
+    assert [kind.__name__ for kind in kinds] == [*["DeltaBlock"] * 3, "Block"] * 2
