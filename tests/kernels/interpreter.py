@@ -5,14 +5,28 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+"""Of a kernel from its formula, by the dtype of moments: a last bit. Triton's interpreter stores
+bfloat16 rounded towards zero."""
+UPDATES = [(dtype, scale) for dtype in LIMITS for scale in (0.5, torch.nan)]
+"""(dtype of moments, factor of the gradient) of an optimizer's update."""
 _NOT_A_SCALAR = "only 0-dimensional arrays can be converted to Python scalars"
+
+
+def relative_difference(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
+    """The largest over pairs of tensors, relative to the size of the second one."""
+    pairs = [(x.float(), y.float()) for x, y in zip(xs, ys, strict=True)]
+    # Zeros stay where an update is skipped.
+    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs)
 
 
 def numbers_of(module: str) -> list[float]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dtron.kernels.muon import BLOCK, _momentum, _move, _triton_momentum, _triton_move
-from tests.kernels.interpreter import numbers_of
+from tests.kernels.interpreter import LIMITS, UPDATES, numbers_of, relative_difference
 
 
 def tensors(shape: tuple[int, ...], moments: torch.dtype, device: str) -> list[Tensor]:
@@ -25,26 +25,19 @@ def largest_difference(device: str, moments: torch.dtype, scale: float) -> float
             momentum(g, m, u, factor, 0.95)
             move(p, u, factor, 0.99, 0.01)
             runs.append((p, m, u.nan_to_num(0)))
-        for x, y in zip(*runs, strict=True):
-            size = y.float().norm().clamp(min=1e-30)
-            differences.append(float((x.float() - y.float()).norm() / size))
+        differences.append(relative_difference(*runs))
     return max(differences)
 
 
-LIMIT = 2**-7
-"""A last bit of u; Triton's interpreter stores bfloat16 rounded towards zero."""
-CASES = [(dtype, scale) for dtype in (torch.float32, torch.bfloat16) for scale in (0.5, torch.nan)]
-
-
 def test_kernels_equal_formulas_in_the_interpreter() -> None:
-    assert max(numbers_of("tests.kernels.test_muon")) <= LIMIT
+    assert max(numbers_of("tests.kernels.test_muon")) <= LIMITS[torch.bfloat16]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("moments", "scale"), CASES)
+@pytest.mark.parametrize(("moments", "scale"), UPDATES)
 def test_kernels_equal_formulas_on_a_gpu(moments: torch.dtype, scale: float) -> None:
-    assert largest_difference("cuda", moments, scale) <= LIMIT
+    assert largest_difference("cuda", moments, scale) <= LIMITS[torch.bfloat16]
 
 
 if __name__ == "__main__":
-    print(*(largest_difference("cpu", *case) for case in CASES))
+    print(*(largest_difference("cpu", *case) for case in UPDATES))
