@@ -644,8 +644,8 @@ class Metrics(Section):
     are of whole forwards."""
     memory_snapshot: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Step whose memory each rank writes to RUN/memory/, by class and module, for `dtron memory
-    RUN`; on GPUs also torch's snapshot with stacks, which slows this step down. If memory ends
-    in that step, its activations are in the table as well. 0: only of a failed allocation."""
+    RUN`; on GPUs also a snapshot of the allocator. If memory ends in that step, its activations are
+    in the table as well. 0: only of a failed allocation."""
     batch_hash: bool = False
     """Add `batch` to each row of metrics.jsonl: a hash of all sequences since the last row, equal
     in every layout. Shows whether two runs train on the same data."""

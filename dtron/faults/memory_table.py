@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import json
 import logging
+import pickle
 import re
 import weakref
 from collections import Counter
@@ -31,7 +32,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtron.faults.guards import modules_of
 from dtron.faults.memory import size
-from dtron.kernels.torch_internals import MemoryHistory
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.offload import addresses
@@ -192,12 +192,21 @@ class SavedTensors:
         return None, "loss"
 
 
+def write_snapshot(path: Path) -> None:
+    """Write the segments and blocks of the GPU's allocator, in the format of torch's snapshots.
+
+    Blocks have stacks if torch records them, which slows allocations down.
+    """
+    snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
+    path.write_bytes(pickle.dumps(snapshot))
+
+
 class MemoryRecorder:
-    """Writes the table of one step, of a failed allocation, and torch's snapshots.
+    """Writes the table of one step, of a failed allocation, and the allocator's state.
 
     Args:
         step: step (1-based) to record; 0: none.
-        folder: gets rank-N.json and, on GPUs, rank-N.pickle for pytorch.org/memory_viz.
+        folder: gets rank-N.json and, on GPUs, rank-N.pickle.
         rank: (rank, pipeline rank, number of ranks).
     """
 
@@ -213,7 +222,6 @@ class MemoryRecorder:
         self.step, self.folder, self.device, self.rank = step, folder, device, rank
         self.applied, self.optimizer = applied, optimizer
         self.saved = SavedTensors(modules_of(applied))
-        self.history = MemoryHistory() if step and device.type == "cuda" else None
 
     @contextlib.contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -221,8 +229,6 @@ class MemoryRecorder:
         if step != self.step:
             yield
             return
-        if self.history is not None:
-            self.history.begin()
         at_update: dict[str, ByModule] = {}
         hook = self.optimizer.register_step_pre_hook(lambda *_: at_update.update(self._state()))
         try:
@@ -249,8 +255,8 @@ class MemoryRecorder:
         level = logging.INFO if when.startswith("step") else logging.ERROR
         log.log(level, "%s", "\n".join(table.lines()))
         table.write(self.folder)
-        if self.history is not None:
-            self.history.write(self.folder / f"rank-{self.rank[0]}.pickle")
+        if self.device.type == "cuda":
+            write_snapshot(self.folder / f"rank-{self.rank[0]}.pickle")
 
     def _state(self) -> dict[str, ByModule]:
         """Return bytes by class and FQN, without activations."""

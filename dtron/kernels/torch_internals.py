@@ -7,12 +7,9 @@ Private names, tested with torch 2.11, 2.13 and 2.15:
     torch._dynamo                           dynamic sizes in graphs; cache statistics
     torch._subclasses                       fake tensors
     torch.utils._python_dispatch            modes that see every operator
-    torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
-                                            allocations with stacks, for pytorch.org/memory_viz
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "MemoryHistory",
     "TorchDispatchMode",
     "compile_cache",
     "mark_dynamic",
@@ -59,19 +55,3 @@ def compile_cache() -> dict[str, int]:
     # aot_autograd's hits would count twice: each is followed by a hit for the graph's code.
     graphs = counters["inductor"]
     return {"hits": graphs["fxgraph_cache_hit"], "misses": graphs["fxgraph_cache_miss"]}
-
-
-class MemoryHistory:
-    """Records the current GPU's allocations with Python stacks.
-
-    Reading stacks slows allocations down, so `write` ends it.
-    """
-
-    def begin(self) -> None:
-        """Start to record; at most 1,000,000 events are kept."""
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
-
-    def write(self, path: Path) -> None:
-        """Write what is allocated, and what was recorded, as torch's snapshot; end recording."""
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
