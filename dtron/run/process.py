@@ -234,6 +234,7 @@ def use_compile_cache(folder: str) -> None:
         return
     path = Path(os.path.abspath(os.path.expanduser(folder)))
     try:
+        path.mkdir(parents=True, exist_ok=True)  # check_writable removes one that it created
         check_writable(path)
     except OSError as error:
         raise ConfigError(

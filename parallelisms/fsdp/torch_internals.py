@@ -81,8 +81,19 @@ class GradientSum:
     adds gradients that autograd leaves in `.grad`.
     """
 
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
+    def __init__(self, parameter: Any, group: Any) -> None:
+        self._parameter, self._group = parameter, group
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to add to the sum; else this backward reduces `.grad`, and there is no sum.
+
+        A reduction needs one dtype for all gradients of a unit. Without earlier micro-batches, the
+        gradients that autograd writes are in the dtype of computation.
+        """
+        if not self._group.reduce_grads:
+            return True
+        return self._is_separate and self._parameter.unsharded_accumulated_grad is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +144,7 @@ class GradientSum:
 def gradient_sums(module: nn.Module) -> dict[Tensor, GradientSum]:
     """Return {parameter: the sum of its gradients} of all FSDP units in a module."""
     return {
-        parameter.sharded_param: GradientSum(parameter)
+        parameter.sharded_param: GradientSum(parameter, group)
         for group in parameter_groups(module)
         for parameter in group.fsdp_params
     }

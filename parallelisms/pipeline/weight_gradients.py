@@ -305,8 +305,8 @@ def _(needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor) 
 def _add_weight_gradient(
     weight: Tensor, matmul: DeferredMatmul, total: GradientSum | None = None
 ) -> None:
-    """Compute a weight gradient and add it to a sum, or else to the weight's `.grad`."""
-    if total is not None:
+    """Compute a weight gradient and add it to an open sum, or else to the weight's `.grad`."""
+    if total is not None and total.is_open:
         if (local := total.local()) is not None:
             matmul.add_to(local)
         else:

@@ -30,6 +30,25 @@ def test_the_folder_of_compiled_graphs(tmp_path: Path, monkeypatch: pytest.Monke
         use_compile_cache("file/x")
 
 
+def test_ranks_make_the_folder_of_compiled_graphs_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")
+    write, folder = Path.write_bytes, tmp_path / "new/graphs"
+
+    def with_another_rank(path: Path, data: bytes) -> int:
+        write(folder / "file of another rank", data)
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", with_another_rank)
+    use_compile_cache(str(folder))
+    assert [file.name for file in folder.iterdir()] == ["file of another rank"]
+    monkeypatch.undo()
+    use_compile_cache(str(tmp_path / "empty"))
+    assert (tmp_path / "empty").is_dir()  # a rank that removed it would fail the others
+
+
 def test_a_fresh_cache_of_the_bench_is_not_the_configs(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text("[compile]\nenable = true\ncache_dir = '/kept'\n", encoding="utf-8")

@@ -46,7 +46,9 @@ def seen(layer: nn.Linear) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def sums(parallel: Parallel, dtype: str, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+def sums(
+    parallel: Parallel, dtype: str, rank: int, micro_batches: int = MICRO_BATCHES
+) -> tuple[list[Tensor], list[Tensor]]:
     """The sums of two layers after the last micro-batch: (by the run, in float64)."""
     torch.manual_seed(rank)  # of inputs: ranks have other tokens
     mesh = Mesh(dp_shard=-1)
@@ -55,7 +57,7 @@ def sums(parallel: Parallel, dtype: str, rank: int) -> tuple[list[Tensor], list[
     applied = apply_passes(model, mesh, Passes(**vars(plan)))
     execution = Accumulation(model, Policy.of(parallel, mesh), torch.device("cpu"))
     layers = [seen(layer) for layer in model]  # type: ignore[arg-type]
-    rows = torch.randn(MICRO_BATCHES, TOKENS, 32).to(getattr(torch, dtype))
+    rows = torch.randn(micro_batches, TOKENS, 32).to(getattr(torch, dtype))
     given = [(x.requires_grad_(), {}) for x in rows]
     execution.train(given, lambda out, _: out.float().square().sum())
     found = [p.grad.full_tensor() for _, p in applied.named_parameters() if p.dim() == 2]  # type: ignore[union-attr]
@@ -95,17 +97,37 @@ def test_a_sum_is_at_least_as_exact_as_one_of_rounded_gradients(world: int) -> N
                     assert in_matmul < 1e-6 < 1e-4 < separate
 
 
+def compare_immediate_reduction() -> list[bool]:
+    """Whether gradients that no earlier micro-batch sums are those of separate operations."""
+    rank, equal = torch.distributed.get_rank(), []
+    for zero, micro_batches in ((1, 1), (2, 2)):  # plans of the plug-in; a run refuses them
+        plain = Parallel(zero=zero)
+        on = plain.model_copy(update={"accumulate_in_matmul": True})
+        (a, _), (b, _) = (sums(each, "bfloat16", rank, micro_batches) for each in (plain, on))
+        equal += map(torch.equal, a, b)
+    return equal
+
+
+def test_a_backward_that_reduces_starts_no_sum() -> None:
+    """The bias has a bfloat16 gradient, and a reduction needs one dtype."""
+    assert all(map(all, run_ranks(2, compare_immediate_reduction)))
+
+
 def test_the_sum_of_torch_2_15_is_the_gradient() -> None:
     """FSDP of torch 2.15 has no sum of its own."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
     parameter = SimpleNamespace(unsharded_param=weight, unsharded_grad_dtype=torch.float32)
-    total = GradientSum(parameter)
+    group = SimpleNamespace(reduce_grads=False)
+    total = GradientSum(parameter, group)
     assert (total.local(), total.dtype) == (None, torch.float32)
     first = torch.ones(3, 2)
     total.start(first)
     assert total.local() is weight.grad is first
     weight.sum().backward()  # of another use: autograd adds to the sum
     torch.testing.assert_close(total.local(), torch.full((3, 2), 2.0))
+    assert total.is_open
+    group.reduce_grads = True
+    assert not total.is_open  # `.grad` is the sum, and is reduced
 
 
 def not_carried() -> None:
