@@ -145,6 +145,8 @@ class SavedTensors:
         self._most = 0
         self._holders: Counter[int] = Counter()
         """Number of saved tensors by the address of their storage."""
+        self._counted: dict[int, tuple[str, int]] = {}
+        """FQN and bytes with which a storage is counted, by its address."""
 
     def recording(self) -> saved_tensors_hooks:
         """Return a context manager; saved tensors are counted until they are freed, also later."""
@@ -162,19 +164,19 @@ class SavedTensors:
             return held
         self._holders[address] += 1
         if self._holders[address] == 1:
+            self._counted[address] = fqn, n_bytes
             self.now[fqn] += n_bytes
             if (total := self.now.total()) > self._most:
                 self._most, self.at_peak = total, dict(self.now)
-            weakref.finalize(held, self._release, address, fqn, n_bytes).atexit = False
-        else:
-            weakref.finalize(held, self._release, address, "", 0).atexit = False
+        weakref.finalize(held, self._release, address).atexit = False
         return held
 
-    def _release(self, address: int, fqn: str, n_bytes: int) -> None:
+    def _release(self, address: int) -> None:
         self._holders[address] -= 1
         if not self._holders[address]:
             del self._holders[address]
-        self.now[fqn] -= n_bytes
+            fqn, n_bytes = self._counted.pop(address)
+            self.now[fqn] -= n_bytes
 
     def _innermost(self) -> tuple[nn.Module | None, str]:
         """Return the innermost module of this rank that is being called, and its FQN.

@@ -92,8 +92,10 @@ class ModuleRanges:
                     module.register_forward_hook(self._mark_backward(fqn))
 
     def begin_step(self) -> None:
-        """Count micro-batches from 0 again."""
+        """Count micro-batches from 0 again; end the ranges of forwards that raised an error."""
         self._begun.clear()
+        while self._open:
+            self._open.pop().end()
         self._end_backward()
 
     def _begin_micro_batch(self, part: nn.Module, _: Any) -> None:

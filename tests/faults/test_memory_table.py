@@ -44,6 +44,18 @@ def test_saved_tensors_are_counted_by_module_and_until_the_backward() -> None:
     assert saved.now.total() == 0
 
 
+def test_a_storage_counts_until_its_last_saved_tensor_is_freed() -> None:
+    saved = SavedTensors({})
+    x = torch.ones(8, requires_grad=True).exp()  # exp saves its result, outside of `recording`
+    with saved.recording():
+        first, second = x.square(), x.square()
+    assert saved.now.total() == x.nbytes
+    del first
+    assert saved.now.total() == x.nbytes
+    del second
+    assert saved.now.total() == 0
+
+
 def test_a_step_is_recorded_and_shown_next_to_its_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
