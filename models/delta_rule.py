@@ -15,6 +15,7 @@ share one key head), K and V widths of their heads, N chunks of C tokens, R = H 
 Sources: Gated Delta Networks, arXiv:2412.06464; by chunks, arXiv:2406.06484.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,17 +72,19 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
 
 def _prepare(inputs: Inputs, starts: Tensor | None) -> _Chunks:
     q, k, v, g, beta = inputs
-    decay = g.cumsum(-2)
-    total = decay[..., -1:, :]
     order = torch.arange(CHUNK, device=v.device)
     causal = order.unsqueeze(-1) >= order  # (C, C)
-    since, until, kept = decay.exp(), (total - decay).exp(), total.exp()
+    # Sums of only the decays between two tokens: differences of sums from the chunk's first token
+    # lose small decays after a large one.
+    between = torch.where(order.unsqueeze(-1) > order, g, 0.0).cumsum(-2)
+    decay = g.cumsum(-2)
+    since, until, kept = decay.exp(), between[..., -1:, :].mT.exp(), decay[..., -1:, :].exp()
     if starts is not None:
         number = _chunks(starts.int().view(*starts.shape, 1, 1, 1)).cumsum(-2)  # in its chunk
         last = number[..., -1:, :]
         causal = causal & (number == number.transpose(-1, -2))
         since, until, kept = since * (number == 0), until * (number == last), kept * (last == 0)
-    pairs = (decay - decay.transpose(-1, -2)).masked_fill(~causal, float("-inf")).exp()
+    pairs = between.masked_fill(~causal, float("-inf")).exp()
     system = (beta * (k @ k.transpose(-1, -2)) * pairs).tril(-1)
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -265,6 +268,18 @@ def document_starts(documents: Any, positions: Tensor) -> Tensor | None:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _bounds(starts: Tensor) -> Tensor:
+    """Return the bounds of all documents of concatenated sequences: int64 (documents + 1,).
+
+    The host waits for the number of documents. All layers of a forward share `starts`, so that it
+    waits once; fla caches its own tables by the identity of the bounds, too.
+    """
+    starts = starts.clone()
+    starts[:, 0] = True
+    return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
+
+
 def _fla_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
 ) -> Tensor:
@@ -273,10 +288,7 @@ def _fla_delta_rule(
 
     inputs, bounds = (q, k, v, g.float(), beta), None
     if starts is not None:
-        starts = starts.clone()
-        starts[:, 0] = True  # sequences are concatenated
-        ends = starts.new_tensor([starts.numel()], dtype=torch.int64)
-        bounds = torch.cat([starts.flatten().nonzero().flatten(), ends])
+        bounds = _bounds(starts)
         inputs = tuple(x.flatten(0, 1).unsqueeze(0) for x in inputs)
     out = chunk_gated_delta_rule(*inputs, scale=1.0, cu_seqlens=bounds)[0]
     return out.view(v.shape)

@@ -15,6 +15,8 @@ their heads, C = 2 K + R V channels per key head, W width of the convolution.
 Sources: Gated Delta Networks, arXiv:2412.06464; the configuration class and names of transformers.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ L2_EPS = 1e-6
 
 
 def causal_convolution(x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
-    """Convolve each channel with its last W tokens of the same document.
+    """Convolve each channel with its last W tokens of the same document, in float32 at least.
 
     Args:
         x: (B, T, ...).
@@ -35,17 +37,50 @@ def causal_convolution(x: Tensor, weight: Tensor, starts: Tensor | None) -> Tens
     Returns:
         (B, T, ...) in x's dtype.
     """
-    out = x * weight[..., -1]
-    length, width = x.shape[1], weight.shape[-1]
-    number = None if starts is None else starts.cumsum(1)
-    for back in range(1, min(width, length)):
-        earlier = x[:, :-back]
-        if number is not None:
-            same = number[:, back:] == number[:, :-back]
-            earlier = earlier * same.view(*same.shape, *[1] * (x.dim() - 2))
-        shifted = earlier * weight[..., -1 - back]
-        out = out + F.pad(shifted, (*[0] * (2 * (x.dim() - 2)), back, 0))
-    return out
+    return _Convolution.apply(x, weight, starts)
+
+
+class _Convolution(torch.autograd.Function):
+    """`causal_convolution`, which saves its inputs only, without masked or wider copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, starts)
+        wide, number = torch.promote_types(x.dtype, torch.float32), _numbers(starts)
+        given, weight = x.to(wide), weight.to(wide)
+        out = given * weight[..., -1]
+        for back in range(1, min(weight.shape[-1], x.shape[1])):
+            out = out + _moved(given, back, number) * weight[..., -1 - back]
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, starts = ctx.saved_tensors
+        wide, number = torch.promote_types(x.dtype, torch.float32), _numbers(starts)
+        grad, given, taps = grads[0].to(wide), x.to(wide), weight.to(wide)
+        width, seen = taps.shape[-1], min(taps.shape[-1], x.shape[1])
+        to_x, to_taps = grad * taps[..., -1], [(grad * given).sum((0, 1))]
+        for back in range(1, seen):
+            later = _moved(grad, -back, number)
+            to_x = to_x + later * taps[..., -1 - back]
+            to_taps.append((later * given).sum((0, 1)))
+        to_weight = F.pad(torch.stack(to_taps[::-1], -1), (width - seen, 0))
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+
+
+def _numbers(starts: Tensor | None) -> Tensor | None:
+    """Return the number of each token's document in its sequence, int64 (B, T)."""
+    return None if starts is None else starts.cumsum(1)
+
+
+def _moved(x: Tensor, by: int, number: Tensor | None) -> Tensor:
+    """Return x (B, T, ...) at token t - `by`, 0 outside of the document of token t."""
+    n, rest = abs(by), [0] * (2 * (x.dim() - 2))
+    kept, ends = (x[:, :-n], (n, 0)) if by > 0 else (x[:, n:], (0, n))
+    if number is not None:
+        same = number[:, n:] == number[:, :-n]
+        kept = kept * same.view(*same.shape, *[1] * (x.dim() - 2))
+    return F.pad(kept, (*rest, *ends))
 
 
 class DeltaCore(nn.Module):

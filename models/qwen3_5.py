@@ -100,9 +100,10 @@ def _read_layers(given: Mapping[str, Any]) -> dict[str, Any]:
         every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     wanted = [_FULL if every and (i + 1) % every == 0 else _DELTA for i in range(n_layers)]
     if (kinds and kinds != wanted) or not 1 < every <= n_layers:
+        found = f"layer_types = {kinds}" if kinds else f"full_attention_interval = {every}"
         raise CheckpointError(
-            f"layer_types = {kinds} is not supported; in dtron's qwen3_5 every n-th layer has full "
-            "attention, and the others are linear_attention"
+            f"{found} with num_hidden_layers = {n_layers} is not supported; in dtron's qwen3_5 "
+            "every n-th layer has full attention, and the others are linear_attention"
         )
     return {"full_attention_every": every}
 

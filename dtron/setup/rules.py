@@ -33,7 +33,7 @@ from dtron.parallelisms.pipeline.layout import StageNames, build_layout
 from dtron.parallelisms.placement import Row, contains
 from dtron.setup.float8_plan import Float8Plan, plan_float8
 from dtron.setup.optim_groups import BLOCK, idle_groups, parameter_names, split_rows
-from dtron.setup.versions import release
+from dtron.setup.versions import FLA, has_fla, release
 
 
 @dataclass(frozen=True)
@@ -676,8 +676,22 @@ def check_dispatcher(run: MachineCandidate) -> None:
         symmetric_dispatch.check_device(run.device, run.config.float8.dispatch)
 
 
+def _without_fla(run: MachineCandidate) -> Iterator[str]:
+    if run.model.delta_kernel != "fla":
+        return
+    key = 'model.override.delta_kernel = "fla"'
+    if run.device.type != "cuda":
+        yield f'{key} needs GPUs; this machine has none; use "torch"'
+    elif not has_fla():
+        yield (
+            f"{key} needs the package flash-linear-attention {'.'.join(map(str, FLA))} or later; "
+            'use pip install -U flash-linear-attention, or "torch"'
+        )
+
+
 MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule(_ON_GPUS, finds_none(_without_gpus)),
+    Rule("model.override", finds_none(_without_fla)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
 )

@@ -1,11 +1,24 @@
-"""Versions of torch that dtron is tested with."""
+"""Versions of torch that dtron is tested with, and of packages that it can use."""
 
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 
 from dtron.errors import note
 
 TORCH = ("2.11", "2.15")
 """Oldest and newest tested version; pyproject.toml names the same versions."""
+
+FLA = (0, 5)
+"""Oldest version of flash-linear-attention: earlier kernels take as many key as value heads, and
+compute wrong results for other numbers without an error."""
+
+
+def has_fla() -> bool:
+    """Whether flash-linear-attention is installed, in a version from `FLA` on."""
+    try:
+        return release(installed("fla-core")) >= FLA
+    except PackageNotFoundError:
+        return False
 
 
 def warn_untested() -> None:

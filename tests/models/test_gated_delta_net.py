@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as metadata_version
 from types import ModuleType
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models import BACKENDS, model_config
 from dtron.models.delta_rule import CHUNK, DELTA_KERNELS, document_starts, torch_delta_rule
 from dtron.models.gated_delta_net import causal_convolution
+from dtron.setup import versions
+from dtron.setup.rules import MachineCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens, varied
 
 B, G, R, K, V = 2, 2, 2, 3, 5
@@ -90,6 +95,75 @@ def test_convolution_is_torchs_and_stays_in_documents() -> None:
     torch.testing.assert_close(causal_convolution(x, weight, starts), torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("length", [2, 9])
+def test_gradients_of_the_convolution_stay_in_documents(width: int, length: int) -> None:
+    x = torch.randn(B, length, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 4, width, dtype=torch.float64, requires_grad=True)
+    starts = torch.zeros(B, length, dtype=torch.bool)
+    starts[0, 0] = starts[0, length // 2] = starts[1, length - 1] = True
+
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return causal_convolution(x, weight, starts)
+
+    assert torch.autograd.gradcheck(convolve, (x, weight))
+    assert torch.autograd.gradcheck(lambda *args: causal_convolution(*args, None), (x, weight))
+    of_late = torch.autograd.grad(convolve(x, weight)[0, length // 2 :].sum(), x)[0]
+    assert not of_late[0, : length // 2].any()
+
+
+def test_the_convolution_adds_in_float32() -> None:
+    """As torch's: the only roundings to bfloat16 are those of the results."""
+    x = torch.randn(B, 100, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(8, 4, dtype=torch.bfloat16, requires_grad=True)
+    direction = torch.randn(B, 100, 8)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    wanted, found = causal_convolution(*exact, None), causal_convolution(x, weight, None)
+    grads = torch.autograd.grad(wanted, exact, direction.bfloat16().double())
+    for one, other in zip(
+        (found, *torch.autograd.grad(found, (x, weight), direction.bfloat16())),
+        (wanted, *grads),
+        strict=True,
+    ):
+        assert torch.equal(one, other.float().bfloat16())
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_convolution_saves_its_inputs_only(documents: bool) -> None:
+    x = torch.randn(B, 9, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    starts = starts_at(9, 4) if documents else None
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        causal_convolution(x, weight, starts)
+    given = [t for t in (x, weight, starts) if t is not None]
+    assert saved == {t.untyped_storage().data_ptr() for t in given}
+
+
+def test_small_decays_after_a_large_one() -> None:
+    """A document that begins with a forgotten token loses no digits of the decays after it."""
+    q, k, v, g, beta = inputs(CHUNK, torch.float32)
+    g = (-0.01 * torch.rand(B, CHUNK, G * R)).index_fill(1, torch.tensor([1]), -3000.0)
+    given = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, wanted = torch_delta_rule(*given, None), by_token(*exact, None)
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+    direction = torch.randn_like(wanted)
+    grads = torch.autograd.grad(found, given, direction.float())
+    for name, one, other in zip(
+        ("q", "k", "v", "g", "beta"),
+        grads,
+        torch.autograd.grad(wanted, exact, direction),
+        strict=True,
+    ):
+        assert (one - other).norm() <= 1e-5 * other.norm(), name
+
+
 @pytest.mark.parametrize("described", [False, True])
 def test_packed_documents_equal_separate_ones(described: bool) -> None:
     model = varied(initialized("qwen3_5", small_config("qwen3_5")))
@@ -135,8 +209,31 @@ def test_the_kernels_of_fla_get_its_arguments(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(rule(*given, starts), torch_delta_rule(*given, starts))
     assert seen["bounds"].tolist() == [0, 4, 10, 20, 22, 25, 40]
     assert (seen["scale"], seen["shape"], seen["g"]) == (1.0, (1, 40, G * R, V), torch.float32)
+    bounds = seen["bounds"]
+    rule(*given, starts)
+    assert seen["bounds"] is bounds, "the host waits in each layer"
     torch.testing.assert_close(rule(*given, None), torch_delta_rule(*given, None))
     assert (seen["bounds"], seen["shape"]) == (None, (2, 20, G * R, V))
+
+
+@pytest.mark.parametrize("found", ["", "0.4.2", "0.5.0", "1.0"])
+def test_fla_is_refused_where_it_cannot_run(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier kernels read values of several heads for each key head in the wrong places."""
+
+    def version(name: str) -> str:
+        if name == "fla-core" and not found:
+            raise PackageNotFoundError(name)
+        return found or metadata_version(name)
+
+    monkeypatch.setattr(versions, "installed", version)
+    override = {"delta_kernel": "fla"}
+    config = RunConfig.of({"model": {"name": "qwen3_5", "override": override}})
+    refused = 'model.override.delta_kernel = "fla" needs '
+    on_cpu = list(all_broken(MachineCandidate(config, 1)))
+    assert f'{refused}GPUs; this machine has none; use "torch"' in on_cpu
+    on_gpu = list(all_broken(MachineCandidate(config, 1, torch.device("cuda"))))
+    text = f"{refused}the package flash-linear-attention 0.5 or later"
+    assert any(each.startswith(text) for each in on_gpu) == (found in ("", "0.4.2"))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

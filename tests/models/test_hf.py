@@ -328,6 +328,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+    (
+        "qwen3_5",
+        {"full_attention_interval": 9},
+        "full_attention_interval = 9 with num_hidden_layers = 4",
+    ),
 ]
 
 
