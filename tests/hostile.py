@@ -418,7 +418,8 @@ MUTATIONS = {m.__name__: m for m in (deep, flipped, cut, spliced, numbers, value
 def signed(step: Path) -> None:
     """Make the checksums of a checkpoint fit, as who plants something would; as far as it can be
     read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, DtronError):
+    unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*unreadable, DtronError):
         content = json.loads((step / "dtron.json").read_text())
         content.pop("sha256")
         (step / "dtron.json").write_text(json.dumps(content))

@@ -321,5 +321,5 @@ def test_fewer_files_than_substreams_are_named(library: Any, tmp_path: Path) -> 
     directory = tmp_path / "files"
     directory.mkdir()
     library.Dataset.from_list([{"body": "a"}] * 9).to_parquet(str(directory / "a.parquet"))
-    with pytest.raises(DataError, match=r"data\.substreams = 4 is more than the 1 files of"):
+    with pytest.raises(DataError, match=r"data\.substreams = 4 is more than the 1 file of"):
         open_data(section(directory, hf_streaming=True, substreams=4), seq_len=8, seed=0)
