@@ -53,7 +53,7 @@ EXPECTED: dict[str, int] = {
     "model.override.attention_dropout = 0.1 with parallel.cp = 4: no rank computes all"
     " attention weights; use 0.0": 4,
     'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers,'
-    ' such as 4; 2 is not: use "ring" or "ulysses"': 48,
+    ' such as 4; 2 is not: use "ring" or "ulysses"': 64,
     "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 4,
     "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
     " width, but the 4 ranks of dp_shard x cp do not divide model.dim = 34; use a"
