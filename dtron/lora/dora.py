@@ -76,6 +76,7 @@ def sum_columns(squares: Tensor, weight: Tensor) -> Tensor:
 def rescaled(weight: Tensor, magnitude: Tensor) -> Tensor:
     """Return weight (N, K) with the rows' lengths `magnitude` (N,), in weight's dtype."""
     norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+    norms = norms.clamp(min=torch.finfo(norms.dtype).tiny)  # a row of zeros stays one
     return weight * (magnitude.to(weight.dtype).unsqueeze(1) / norms)
 
 

@@ -45,7 +45,7 @@ _PHASES = (
     ("met", "data", "data"),
     ("prepared", "model", "model"),
     ("built", "checkpoint", "checkpoint"),
-    ("loaded", "first_step", "first step, with compilation"),
+    ("loaded", "first_step", "first step"),
     ("stepped", "", ""),
 )
 """(event, metric, log) in order of time: `metric` and `log` name the phase from this event to the

@@ -57,3 +57,7 @@ def test_training_begins_as_the_frozen_model_and_merges(name: str) -> None:
         torch.testing.assert_close(logits, whole(tokens()), rtol=1e-4, atol=1e-6)
         assert not torch.allclose(logits, plain(name, model)(tokens()), rtol=1e-2)
     assert sum(name.endswith(MAGNITUDE) for name, _ in model.named_parameters()) > 4
+
+
+def test_a_row_of_zeros_is_merged_as_zeros() -> None:
+    assert rescaled(torch.zeros(2, 3), torch.ones(2)).tolist() == [[0.0] * 3] * 2
