@@ -17,7 +17,6 @@ import contextlib
 import inspect
 import json
 import logging
-import pickle
 import re
 import weakref
 from collections import Counter
@@ -195,12 +194,11 @@ class SavedTensors:
 
 
 def write_snapshot(path: Path) -> None:
-    """Write the segments and blocks of the GPU's allocator, in the format of torch's snapshots.
+    """Write the segments and blocks of the GPU's allocator, as `torch.cuda.memory_snapshot` does.
 
     Blocks have stacks if torch records them, which slows allocations down.
     """
-    snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
-    path.write_bytes(pickle.dumps(snapshot))
+    path.write_text(json.dumps({"segments": torch.cuda.memory_snapshot()}), encoding="utf-8")
 
 
 class MemoryRecorder:
@@ -208,7 +206,7 @@ class MemoryRecorder:
 
     Args:
         step: step (1-based) to record; 0: none.
-        folder: gets rank-N.json and, on GPUs, rank-N.pickle.
+        folder: gets rank-N.json and, on GPUs, allocator-N.json.
         rank: (rank, pipeline rank, number of ranks).
     """
 
@@ -258,7 +256,7 @@ class MemoryRecorder:
         log.log(level, "%s", "\n".join(table.lines()))
         table.write(self.folder)
         if self.device.type == "cuda":
-            write_snapshot(self.folder / f"rank-{self.rank[0]}.pickle")
+            write_snapshot(self.folder / f"allocator-{self.rank[0]}.json")
 
     def _state(self) -> dict[str, ByModule]:
         """Return bytes by class and FQN, without activations."""

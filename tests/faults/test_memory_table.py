@@ -1,7 +1,7 @@
 """Tables of who holds memory: bytes that autograd keeps, of a run, and next to its plan."""
 
 import gc
-import pickle
+import json
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,7 @@ def test_a_snapshot_of_a_gpu_has_its_blocks(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     held = torch.ones(2**20, device="cuda")
-    write_snapshot(tmp_path / "rank-0.pickle")
-    segments = pickle.loads((tmp_path / "rank-0.pickle").read_bytes())["segments"]
+    write_snapshot(tmp_path / "allocator-0.json")
+    segments = json.loads((tmp_path / "allocator-0.json").read_text())["segments"]
     blocks = [block for segment in segments for block in segment["blocks"]]
     assert any(block["size"] >= held.nbytes for block in blocks)

@@ -107,7 +107,7 @@ def test_gradients_of_the_convolution_stay_in_documents(width: int, length: int)
         return causal_convolution(x, weight, starts)
 
     assert torch.autograd.gradcheck(convolve, (x, weight))
-    assert torch.autograd.gradcheck(lambda *args: causal_convolution(*args, None), (x, weight))
+    assert torch.autograd.gradcheck(lambda *args: causal_convolution(*args, None), (x, weight))  # type: ignore[call-arg]
     of_late = torch.autograd.grad(convolve(x, weight)[0, length // 2 :].sum(), x)[0]
     assert not of_late[0, : length // 2].any()
 
@@ -118,7 +118,7 @@ def test_the_convolution_adds_in_float32() -> None:
     weight = torch.randn(8, 4, dtype=torch.bfloat16, requires_grad=True)
     direction = torch.randn(B, 100, 8)
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    wanted, found = causal_convolution(*exact, None), causal_convolution(x, weight, None)
+    wanted, found = causal_convolution(*exact, None), causal_convolution(x, weight, None)  # type: ignore[call-arg]
     grads = torch.autograd.grad(wanted, exact, direction.bfloat16().double())
     for one, other in zip(
         (found, *torch.autograd.grad(found, (x, weight), direction.bfloat16())),
@@ -151,7 +151,7 @@ def test_small_decays_after_a_large_one() -> None:
     g = (-0.01 * torch.rand(B, CHUNK, G * R)).index_fill(1, torch.tensor([1]), -3000.0)
     given = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
     exact = [x.detach().double().requires_grad_() for x in given]
-    found, wanted = torch_delta_rule(*given, None), by_token(*exact, None)
+    found, wanted = torch_delta_rule(*given, None), by_token(*exact, None)  # type: ignore[call-arg]
     assert (found - wanted).norm() <= 1e-6 * wanted.norm()
     direction = torch.randn_like(wanted)
     grads = torch.autograd.grad(found, given, direction.float())

@@ -100,8 +100,8 @@ def test_a_sum_is_at_least_as_exact_as_one_of_rounded_gradients(world: int) -> N
 def compare_immediate_reduction() -> list[bool]:
     """Whether gradients that no earlier micro-batch sums are those of separate operations."""
     rank, equal = torch.distributed.get_rank(), []
-    for zero, micro_batches in ((1, 1), (2, 2)):  # plans of the plug-in; a run refuses them
-        plain = Parallel(zero=zero)
+    # plans of the plug-in; a run refuses them
+    for plain, micro_batches in ((Parallel(zero=1), 1), (Parallel(zero=2), 2)):
         on = plain.model_copy(update={"accumulate_in_matmul": True})
         (a, _), (b, _) = (sums(each, "bfloat16", rank, micro_batches) for each in (plain, on))
         equal += map(torch.equal, a, b)
