@@ -19,6 +19,7 @@ from dtron.plan.saved_tensors import (
     output_gradients,
 )
 from dtron.setup.float8_plan import Float8Plan
+from dtron.training.loss import EVEN
 
 _RESULTS: dict[int | None, Split] = {0: "neurons", 1: "none", None: "tokens"}
 """How tp shards the result of a matrix, by the dim of the matrix that it shards."""
@@ -233,10 +234,13 @@ def loss_tensors(run: Resolved) -> list[int]:
     bytes per logit of one prediction (softmax and two gradients in float32); with MTP also the
     logits and softmax of all predictions. A chunked loss holds these tensors for one chunk of one
     prediction, where the gradient overwrites the logits, and, until the backward, the gradients of
-    the head's weight and of the hidden states.
+    the head's weight and of the hidden states. It pads an odd vocabulary, and holds the padded
+    weight.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
     chunks, predictions = run.config.train.loss_chunks, 1 + run.model.mtp
+    padding = -vocabulary % EVEN if chunks > 1 else 0
+    vocabulary += padding
     each = -(-run.tokens // chunks) * vocabulary
     several = run.model.mtp if chunks == 1 else 0
     waiting = several * (4 + run.element) + (run.element if several else 0)
@@ -247,4 +251,6 @@ def loss_tensors(run: Resolved) -> list[int]:
         dim = run.model.dim
         found += [4 * dim * vocabulary, run.element * dim * vocabulary]
         found.append(run.element * dim * run.tokens * predictions)
+    if padding:
+        found.append(run.element * dim * vocabulary)
     return found

@@ -57,8 +57,12 @@ ADAMW = {"float32": 28, "bfloat16": 20}
 ADAMW_RATE = 0.8
 """ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
 update, as a fraction of a copy's rate."""
-MUON, LION, ADAMW8BIT = 124, 116, 18
-"""Bytes per element that their operators move, counted in dtron/training/optim; not measured."""
+MUON, LION = {"float32": 30, "bfloat16": 26}, {"float32": 20, "bfloat16": 16}
+"""Bytes per element that their kernels move, by dtype of the moments; of Muon with the division by
+the norm before Newton-Schulz, without its matmuls."""
+ADAMW8BIT = 119
+"""Bytes per element that would take as long as its update, which computes longer than it moves 18;
+measured on an H200 (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -415,9 +419,10 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     optim, muon_too = run.config.optim, run.config.optim.name == "muon"
     every = sum(unit.trained_shard for unit in held(run, rank))
     hidden = sum(unit.hidden_shard for unit in held(run, rank)) if muon_too else 0
-    others = {"lion": LION, "adamw8bit": ADAMW8BIT}.get(optim.name, ADAMW[optim.moments])
+    moments = optim.moments
+    others = {"lion": LION[moments], "adamw8bit": ADAMW8BIT}.get(optim.name, ADAMW[moments])
     moved = (every - hidden) * others
-    moved += hidden * MUON + every * 4  # the norm also reads gradients
+    moved += hidden * MUON[moments] + every * 4  # the norm also reads gradients
     moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)

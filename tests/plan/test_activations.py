@@ -24,7 +24,7 @@ from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, mo
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
-from dtron.plan.activations import deferred, tensors
+from dtron.plan.activations import deferred, loss_tensors, tensors
 from dtron.plan.compute_time import matmuls, repeated
 from dtron.plan.run_shape import Resolved
 from dtron.plan.saved_tensors import block, output_gradients
@@ -336,3 +336,15 @@ def test_products_that_modules_compute_again(
         (output,) = [p for p in matmuls(run, run.kind(layer)) if p.module == "experts"][-1:]
         possible.append(planned + Counter([(output.m, output.k, output.n)]))
     assert again in possible
+
+
+def test_a_chunked_loss_holds_a_padded_weight_of_an_odd_vocabulary() -> None:
+    """64 columns more: of the logits of a chunk, of the weight's two gradients, and the weight."""
+    sizes = []
+    for vocabulary in (192, 130):  # 130 are padded to 192
+        train = {"loss_chunks": 2, "seq_len": T, "micro_batch": B, "dtype": "bfloat16"}
+        values = {"train": train, "model": {"override": {"vocab_size": vocabulary}}}
+        sizes.append(loss_tensors(Resolved.of(RunConfig.of(values), 1)))
+    even, odd = sizes
+    dim = model_config("llama", "debug").dim
+    assert odd == [*even, 2 * dim * 192]
