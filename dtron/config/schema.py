@@ -166,15 +166,7 @@ class Parallel(Section):
     tp."""
 
     automatic = frozenset(
-        (
-            "dispatcher",
-            "zero",
-            "reduce_by",
-            "copy_engines",
-            "async_tp",
-            "schedule",
-            "cp_method",
-        )
+        ("dispatcher", "zero", "reduce_by", "copy_engines", "async_tp", "schedule", "cp_method")
     )
     dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas of the model; gradients are all-reduced between them."""

@@ -26,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dtron.errors import ConfigError, cause_of, first_failure
 from dtron.faults.guards import modules_of
 from dtron.faults.memory import size
+from dtron.io.untrusted import MB, parse, read_text
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.offload import addresses
@@ -104,8 +107,14 @@ class MemoryTable:
 
 
 def read_table(path: Path) -> MemoryTable:
-    """Read a table that `MemoryTable.write` wrote."""
-    return MemoryTable(**json.loads(path.read_text(encoding="utf-8")))
+    """Read a table that `MemoryTable.write` wrote. Raises ConfigError: the file is no table."""
+    try:
+        return TypeAdapter(MemoryTable).validate_python(parse(read_text(path, MB)))
+    except ValidationError as error:
+        why = first_failure(error)
+    except (OSError, ValueError) as error:
+        why = cause_of(error, path)
+    raise ConfigError(f"{path}: {why}; remove it, and record the step again")
 
 
 def _pattern(fqn: str) -> str:

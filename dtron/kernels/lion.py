@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 1024
-"""Elements per program, as in AdamW's kernel, which moves as many bytes."""
+from dtron.kernels.adamw import BLOCK
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ they are. GPUs run Triton kernels, other devices the same formulas in torch.
 import torch
 from torch import Tensor
 
-BLOCK = 1024
-"""Elements per program, as in AdamW's kernel."""
+from dtron.kernels.adamw import BLOCK
 
 
 def momentum_(gradient: Tensor, m: Tensor, u: Tensor, factor: Tensor, mu: float) -> None:

@@ -16,8 +16,8 @@ chunk's loss and the gradient of its logits, and from this gradient those of the
     all logits at once    N V elements, several times: logits, softmax, gradient
     in n chunks           N V / n, and the weight's gradient V D until the backward
 
-Matmuls of a vocabulary of odd size, such as the 50,257 tokens of GPT-2, are slow on GPUs. So
-training computes the chunks with rows of zeros below the weight, up to a multiple of 64.
+Matmuls of a vocabulary that is no multiple of 8, such as GPT-2's of 50,257 tokens, are slow on GPUs.
+So training computes the chunks with rows of zeros below the weight, up to a multiple of 64.
 
 With multi-token prediction, the losses of all predictions share one weight gradient. The weight of
 each prediction in the objective is known before its loss, so that the gradient of each chunk is

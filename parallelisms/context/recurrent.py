@@ -52,7 +52,8 @@ class RecurrentContext:
         marks = (s.view(*s.shape, 1, 1).expand(*x.shape[:3], 1).to(x.dtype) for s in flag)
         sent = torch.cat([x, a, b, *marks], dim=-1)
         arrived = exchange_heads(sent, self.group, n)  # (B, T, G / n, .)
-        place = order.argsort(1)
+        place = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        place = order.new_empty(order.shape).scatter_(1, order, place)
         tokens = _Permuted.apply(arrived, place, order)
         widths = [x.shape[-1], a.shape[-1], b.shape[-1], *[1 for _ in flag]]
         x, a, b, *found = tokens.split(widths, dim=-1)

@@ -103,32 +103,15 @@ class GradientSum:
             return found.reduce_dtype or found.param_dtype or found.orig_dtype
         return found.unsharded_grad_dtype
 
-    def local(self) -> Tensor | None:
-        """Return this rank's shard of the sum over tp, sharing its memory; None: no sum yet."""
-        total = self._sum()
-        if not isinstance(total, DTensor):
-            return total
-        placements = self._parameter.unsharded_param.placements
-        if total.placements != placements:  # autograd leaves that of an embedding partial over tp
-            total = total.redistribute(placements=placements)
-            self._set(total)
-        return total.to_local()
-
-    def start(self, local: Tensor) -> None:
-        """Set the sum to the first weight gradient, in the sum's dtype; it becomes the sum."""
-        weight = self._parameter.unsharded_param
-        if isinstance(weight, DTensor):
-            mesh, placements = weight.device_mesh, weight.placements
-            local = DTensor.from_local(local, mesh, placements, run_check=False)
-        self._set(local)
-
-    def _sum(self) -> Tensor | None:
+    def get(self) -> Tensor | None:
+        """Return the sum, with the placements over tp that autograd left; None: no sum yet."""
         _accumulate(self._parameter)  # a gradient of another use of the weight may be in `.grad`
         if self._is_separate:
             return self._parameter.unsharded_accumulated_grad
         return self._parameter.unsharded_param.grad
 
-    def _set(self, total: Tensor) -> None:
+    def set(self, total: Tensor) -> None:
+        """Make a tensor, with the placements of the unsharded weight, the sum."""
         if self._is_separate:
             self._parameter.unsharded_accumulated_grad = total
         else:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.grouped import grouped_gradient
 from dtron.parallelisms.fsdp.torch_internals import GradientSum, gradient_sums
+from dtron.parallelisms.gradients import local_part
 
 
 class DeferredMatmul(ABC):
@@ -307,28 +308,35 @@ def _add_weight_gradient(
 ) -> None:
     """Compute a weight gradient and add it to an open sum, or else to the weight's `.grad`."""
     if total is not None and total.is_open:
-        if (local := total.local()) is not None:
-            matmul.add_to(local)
-        else:
-            total.start(matmul.write(total.dtype))
-    elif (local := _local_grad(weight)) is not None:
-        matmul.add_to(local)
+        _add_to_sum(weight, matmul, total)
+    elif weight.grad is not None:
+        weight.grad = _placed(weight, weight.grad)
+        matmul.add_to(local_part(weight.grad))
     else:
         grad = matmul.compute()
         weight.grad = _as_dtensor(weight, grad.to(weight.grad_dtype or grad.dtype))
 
 
-def _local_grad(weight: Tensor) -> Tensor | None:
-    """Return the local tensor of a weight's `.grad`, which gets the weight's placements first.
+def _add_to_sum(weight: Tensor, matmul: DeferredMatmul, total: GradientSum) -> None:
+    if (found := total.get()) is None:
+        total.set(_as_dtensor(weight, matmul.write(total.dtype)))
+        return
+    placed = _placed(weight, found)
+    if placed is not found:
+        total.set(placed)
+    matmul.add_to(local_part(placed))
 
-    Autograd leaves a partial sum over tp in `.grad` if an embedding shares the weight.
+
+def _placed(weight: Tensor, total: Tensor) -> Tensor:
+    """Return a weight's gradient or sum of gradients with the weight's placements over tp.
+
+    Autograd leaves a partial sum if an embedding shares the weight.
     """
-    grad = weight.grad
-    if isinstance(grad, DTensor) and isinstance(weight, DTensor):
-        if grad.placements != weight.placements:
-            weight.grad = grad = grad.redistribute(placements=weight.placements)
-        return grad.to_local()
-    return grad
+    if not isinstance(total, DTensor) or not isinstance(weight, DTensor):
+        return total
+    if total.placements == weight.placements:
+        return total
+    return total.redistribute(placements=weight.placements)
 
 
 def _as_dtensor(weight: Tensor, local: Tensor) -> Tensor:

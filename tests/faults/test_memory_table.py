@@ -10,6 +10,7 @@ from torch import nn
 
 from dtron.cli import commands
 from dtron.config import RunConfig
+from dtron.errors import ConfigError
 from dtron.faults.memory_table import SavedTensors, read_table, write_snapshot
 from dtron.plan import activations
 from dtron.plan.run_shape import Resolved
@@ -90,3 +91,10 @@ def test_a_snapshot_of_a_gpu_has_its_blocks(tmp_path: Path) -> None:
     segments = json.loads((tmp_path / "allocator-0.json").read_text())["segments"]
     blocks = [block for segment in segments for block in segment["blocks"]]
     assert any(block["size"] >= held.nbytes for block in blocks)
+
+
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    for text in ("{", '{"when": 1}'):
+        (tmp_path / "rank-0.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"rank-0\.json: .*; remove it"):
+            read_table(tmp_path / "rank-0.json")

@@ -23,13 +23,12 @@ from torchao.optim.quant_utils import (
 
 from dtron.errors import ConfigError
 from dtron.kernels.adamw import Counts
-from dtron.parallelisms.gradients import local_part
+from dtron.parallelisms.gradients import as_dtensor, local_part
 from dtron.setup.optim_groups import BLOCK, has_8bit_moments
-from dtron.training.optim.adamw import AdamW
+from dtron.training.optim.adamw import MOMENTS, AdamW
 
 _CHUNK = 2**25
 """Elements that are updated at once; a multiple of BLOCK."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(AdamW):
@@ -80,7 +79,7 @@ class AdamW8bit(AdamW):
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            for name, zero in zip(_MOMENTS, self._zero_codes, strict=True):
+            for name, zero in zip(MOMENTS, self._zero_codes, strict=True):
                 state[f"{name}_codes"] = torch.full_like(p, zero, dtype=torch.uint8)
                 state[f"{name}_scales"] = _zero_scales(p)
         return state
@@ -118,21 +117,14 @@ def _zero_scales(p: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return scales
     shape = torch.Size((*p.shape[:-1], p.shape[-1] // BLOCK))
-    return DTensor.from_local(
-        scales,
-        p.device_mesh,
-        p.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return as_dtensor(scales, p.device_mesh, p.placements, shape)
 
 
 def _chunks(p: Tensor, state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield views of at most _CHUNK elements of a shard, as arguments of `_update_chunk`."""
     assert p.grad is not None, "it is a member of a step"
     whole = {"weight": local_part(p).view(-1), "gradient": local_part(p.grad).reshape(-1)}
-    for argument, moment in zip(("first", "second"), _MOMENTS, strict=True):
+    for argument, moment in zip(("first", "second"), MOMENTS, strict=True):
         for kind in ("codes", "scales"):
             whole[f"{argument}_{kind}"] = local_part(state[f"{moment}_{kind}"]).view(-1)
     for first in range(0, whole["weight"].numel(), _CHUNK):

@@ -119,12 +119,12 @@ def test_the_sum_of_torch_2_15_is_the_gradient() -> None:
     parameter = SimpleNamespace(unsharded_param=weight, unsharded_grad_dtype=torch.float32)
     group = SimpleNamespace(reduce_grads=False)
     total = GradientSum(parameter, group)
-    assert (total.local(), total.dtype) == (None, torch.float32)
+    assert (total.get(), total.dtype) == (None, torch.float32)
     first = torch.ones(3, 2)
-    total.start(first)
-    assert total.local() is weight.grad is first
+    total.set(first)
+    assert total.get() is weight.grad is first
     weight.sum().backward()  # of another use: autograd adds to the sum
-    torch.testing.assert_close(total.local(), torch.full((3, 2), 2.0))
+    torch.testing.assert_close(total.get(), torch.full((3, 2), 2.0))
     assert total.is_open
     group.reduce_grads = True
     assert not total.is_open  # `.grad` is the sum, and is reduced
@@ -139,15 +139,15 @@ def not_carried() -> None:
 
 def of_the_last_step() -> None:
     """The first micro-batch of a step adds to the sum that the last step left."""
-    start, left = GradientSum.start, {}
+    assign, left = GradientSum.set, {}
 
     def stale(self: GradientSum, local: Tensor) -> None:
         if self in left:
             local += left[self]
         left[self] = local
-        start(self, local)
+        assign(self, local)
 
-    GradientSum.start = stale  # type: ignore[method-assign]
+    GradientSum.set = stale  # type: ignore[method-assign]
 
 
 def added_twice() -> None:
