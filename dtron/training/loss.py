@@ -16,7 +16,7 @@ chunk's loss and the gradient of its logits, and from this gradient those of the
     all logits at once    N V elements, several times: logits, softmax, gradient
     in n chunks           N V / n, and the weight's gradient V D until the backward
 
-Matmuls of a vocabulary that is no multiple of 8, such as GPT-2's of 50,257 tokens, are slow on GPUs.
+Matmuls of a vocabulary that is no multiple of 8, such as GPT-2's 50,257 tokens, are slow on GPUs.
 So training computes the chunks with rows of zeros below the weight, up to a multiple of 64.
 
 With multi-token prediction, the losses of all predictions share one weight gradient. The weight of
