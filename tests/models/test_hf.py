@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
     # intermediate_size, which no layer has, is as wide as the experts of a token
     "qwen3_moe": {**SMALL, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 24},
+    "qwen3_5_moe": {
+        **{k: v for k, v in SMALL.items() if k != "intermediate_size"},
+        **{**EXPERTS, **DELTA, "num_hidden_layers": 4, "num_experts": 6},
+        **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48},
+    },
     "deepseek_v3": {
         **{**SMALL, **EXPERTS, **LATENT},
         "n_routed_experts": 8,
@@ -87,6 +92,13 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "plain", {"head_dim": 16, "norm_topk_prob": True}),
     ("qwen3_moe", "not renormalised", {"head_dim": 8, "num_key_value_heads": 1}),
     ("qwen3_moe", "window", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7}),
+    ("qwen3_5_moe", "plain", {}),
+    (
+        "qwen3_5_moe",
+        "tied",
+        {"tie_word_embeddings": True, "num_experts_per_tok": 3, "num_key_value_heads": 1}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     ("deepseek_v3", "plain", {}),
     (
         "deepseek_v3",
@@ -119,6 +131,7 @@ CLASSES = {
     "gpt": "GPT2",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
 }
@@ -126,7 +139,7 @@ CLASSES = {
 
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    suffix = "TextConfig" if name == "qwen3_5" else "Config"
+    suffix = "TextConfig" if name.startswith("qwen3_5") else "Config"
     config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
