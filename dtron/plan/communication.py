@@ -206,9 +206,9 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         trained = not run.frozen  # a frozen embedding needs no gradient of its output
         yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
-        predictions = 1 + model.mtp
-        yield made(kind, model.dim, predictions)
-        yield made(other, model.dim, predictions if other else 0)
+        predictions = 1 + model.mtp  # the head takes those of all at once
+        yield made(kind, model.dim * predictions, 1)
+        yield made(other, model.dim * predictions, 1 if other else 0)
         yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
         yield made(other, model.dim * model.mtp, 1 if other and not run.frozen else 0)
         rounds = 2 * run.config.train.loss_chunks

@@ -255,7 +255,16 @@ def _mixture(model: DecoderConfig) -> list[SavedTensor]:
     if width := model.n_shared_experts * model.expert_dim:
         rows.append(SavedTensor("shared", model.dim, "none", read=True))
         rows += _feed_forward(model, "shared", width)
-    return rows
+    return rows + (_gated_output(model) if model.shared_gate else [])
+
+
+def _gated_output(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the factors of the gated output of shared experts; mode selective: as with `wo`."""
+    return [
+        SavedTensor("shared", model.dim, "tokens"),
+        SavedTensor("shared", model.dim, "none", (SELECTIVE,)),
+        SavedTensor("shared_gate", 1, "tokens", PRODUCT),
+    ]
 
 
 _DELTA = {"w_qkv", "w_z", "w_a", "w_b", "delta"}
