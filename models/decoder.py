@@ -188,7 +188,7 @@ class MTPBlock(Block):
             routed: with experts, the further arguments of `ExpertBlock.forward`.
         """
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
-        out = super().forward(x, rope, mask, dropout_keys, *routed)
+        out: Any = super().forward(x, rope, mask, dropout_keys, *routed)
         if isinstance(out, Tensor):
             return self.norm(out)
         x, counts, losses = out

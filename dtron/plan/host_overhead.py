@@ -24,6 +24,7 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
+from dtron.models.config import LayerKind
 from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
@@ -86,7 +87,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
 def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
     """Count the calls of each kind per micro-batch in a stage's blocks and loss."""
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
-    alike: dict[tuple[str, bool], dict[str, float]] = {}
+    alike: dict[tuple[LayerKind, bool], dict[str, float]] = {}
     for index in stage.layers:
         kind = run.kind(index), run.recomputes(index)
         if kind not in alike:

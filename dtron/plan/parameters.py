@@ -200,7 +200,7 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
     return found
 
 
-def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
+def unit(run: Resolved, part: PartKind, name: str, layer: int | None = None) -> Unit:
     """Return the numbers of elements of a part of the model (a key of `Parts`) on one rank.
 
     Args:
@@ -212,7 +212,7 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
     return replace(run.memo[key], name=name)
 
 
-def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
+def _unit(run: Resolved, part: PartKind, layer: int | None) -> Unit:
     total = Unit("", part, 0, 0, 0)
     for parameter in parameters(run, part, layer):
         total += _sizes_of(run, part, parameter, layer)
@@ -225,7 +225,9 @@ def _parts(run: Resolved) -> Parts:
     return parts(run.config.model.name, run.model, run.tp, split, every)
 
 
-def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
+def _sizes_of(
+    run: Resolved, part: PartKind, parameter: Parameter, layer: int | None = None
+) -> Unit:
     """Return the numbers of elements of one parameter as a Unit."""
     sizes = _sizes(run, part, parameter, layer)
     return Unit(
@@ -278,7 +280,7 @@ class Sizes:
     """Whether the matmul of its gradient adds to the sum over micro-batches."""
 
 
-def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> Sizes:
+def _sizes(run: Resolved, part: PartKind, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
     shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
@@ -288,7 +290,7 @@ def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) ->
     return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, *kind)
 
 
-def _adds_in_matmul(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> bool:
+def _adds_in_matmul(run: Resolved, part: PartKind, parameter: Parameter, layer: int | None) -> bool:
     """Whether a parameter is a linear's weight on which `parallel.accumulate_in_matmul` acts.
 
     Embeddings have no matmul, not even tied ones here; a chunked head adds up its own gradient;
