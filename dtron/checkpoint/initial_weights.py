@@ -187,8 +187,8 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
     """Check that weights fit this model. Raises CheckpointError with the keys to set."""
     if initial.name != name:
         raise CheckpointError(
-            f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
-            f"set model.name={initial.name}"
+            f"checkpoint.initial = {str(initial.path)!r} has the weights of model.name = "
+            f"{initial.name}, not of {name}; set model.name={initial.name}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
     unlike = differences(given, config)  # a run without MTP ignores these weights

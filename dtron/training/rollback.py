@@ -65,7 +65,7 @@ class Rollback:
         """Return the newest intact checkpoint of a step before `step`, with its metadata."""
         path = newest_good([each.folder for each in self.locations], below=step)
         if path is None:
-            raise CheckpointError(f"no checkpoint is older than step {step}")
+            raise CheckpointError(f"no checkpoint before step {step} to roll back to")
         check_agreement(path, self.checkpointer.group)
         path = newest_intact(self.locations, path, self.checkpointer.group)
         return path, read_metadata(path)
