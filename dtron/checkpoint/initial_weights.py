@@ -14,13 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    check_agreement,
-    check_content,
-    find_weights,
-    read_metadata,
-)
+from dtron.checkpoint.find import check_agreement, check_content, find_weights
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata
 from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import Data, Lora
 from dtron.data.tokenizer import Tokenizer, load_tokenizer

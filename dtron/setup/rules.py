@@ -548,8 +548,9 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
 def _adds_in_no_matmul(run: ModelCandidate) -> bool:
     """Whether parallel.accumulate_in_matmul finds no matmul that can add to a float32 sum."""
     plan, config = run.float8, run.config
-    idle = plan is None or plan.recipe.grad_weight is None or config.float8.filter == "auto"
-    if not config.parallel.accumulate_in_matmul or idle:
+    if not config.parallel.accumulate_in_matmul or plan is None:
+        return False
+    if plan.recipe.grad_weight is None or config.float8.filter == "auto":
         return False
     computed_in_loss = {run.spec.head[-1]} if config.train.loss_chunks > 1 else set()
     return not set(plan.unconverted) - computed_in_loss

@@ -4,13 +4,9 @@ import logging
 from collections.abc import Sequence
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    check_agreement,
-    newest_good,
-    read_metadata,
-)
+from dtron.checkpoint.find import check_agreement, newest_good
 from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata
 from dtron.config import Faults
 from dtron.errors import CheckpointError, TrainingError
 from dtron.faults.spikes import Spike

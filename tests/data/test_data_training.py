@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dtron.checkpoint.directory import read_metadata, write_metadata
+from dtron.checkpoint.metadata import read_metadata, write_metadata
 from dtron.config import RunConfig
 from dtron.data import open_data, sources
 from dtron.data.corpus import tokenize

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from dtron import __version__
-from dtron.checkpoint.directory import CheckpointMetadata, check_model
+from dtron.checkpoint.metadata import CheckpointMetadata, check_model
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
