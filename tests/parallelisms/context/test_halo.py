@@ -134,6 +134,7 @@ def test_counts_stay_on_the_host() -> None:
     """Reading them from a device would wait for it in every layer."""
     split = Split(drawn(np.random.default_rng(0)), (BATCH, TOKENS), 2)
     tables = split.tables({"ring": windowed(layout_of("ring", 2), 5)}, 0)
+    assert tables is not None
     moved = map_tables(tables, lambda x: x.to("meta"))
     assert isinstance(moved, Mapping)
     _, (moved,) = _to_kwargs((), {"documents": moved}, torch.device("meta"), False)  # as FSDP does
