@@ -77,12 +77,15 @@ def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
     attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
     attention += config.n_heads if config.sinks else 0
-    layers = config.n_layers * 2 * _norm(config, config.dim)
+    norms = 4 if config.post_norms else 2
+    layers = config.n_layers * norms * _norm(config, config.dim)
     layers += (config.n_layers - config.n_delta_layers) * attention
     layers += config.n_delta_layers * _gated_delta_net(config)
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
-    mtp_block = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    mtp_block = (
+        attention + (norms + 3) * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    )
     layers += config.mtp * mtp_block
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":

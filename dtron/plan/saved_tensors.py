@@ -77,10 +77,19 @@ def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[SavedTe
     rows += [
         SavedTensor("wo", model.dim, "tokens"),
         SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
+        *_post_norm(model),
     ]
     rows += _norm_rows(model, "ffn_norm", wide=mixture)
     rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)
-    return tuple(rows)
+    return (*rows, *_post_norm(model))
+
+
+def _post_norm(model: DecoderConfig) -> list[SavedTensor]:
+    """Return what a post-norm saves: its input, the result of the layer's last matmul."""
+    if not model.post_norms:
+        return []
+    input = SavedTensor("post_norm", model.dim, "tokens", PRODUCT)
+    return [input, *_statistics(model, "post_norm", 1, "tokens")]
 
 
 def _merge(model: DecoderConfig) -> list[SavedTensor]:
