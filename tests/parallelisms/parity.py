@@ -785,7 +785,8 @@ def build_head_loss(
     """The Trainer's loss in the head, where it is computed in chunks."""
     if case.loss_chunks == 1:
         return None
-    return "head", ChunkedLoss(case.loss_chunks, vocabulary(config, mesh), case.compile)
+    shard = vocabulary(config, mesh)
+    return "head", ChunkedLoss(case.loss_chunks, shard, case.compile, config.logit_softcap)
 
 
 def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:

@@ -105,6 +105,7 @@ ROWS = [
     ("qwen3_moe", 0, "none"),
     *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_5", 3, "none"),
+    *[("gemma3", 0, mode) for mode in ("none", "selective", "attention")],
 ]
 
 
@@ -133,6 +134,7 @@ MODULES = [
     ("llama", 0, "selective", ["ffn"]),
     ("llama", 0, "selective", ["attn"]),
     ("qwen3_5", 0, "full", ["delta"]),
+    *[("gemma3", 0, "full", modules) for modules in (["attn"], ["ffn"], ["attn", "ffn"])],
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
     ("deepseek_v3", 0, "full", ["attn"]),
@@ -164,7 +166,7 @@ FLOAT8 = [
     ("llama", 0, "blockwise", ""),
     # not fused; inputs that layers in high precision read too; no input of feed-forward
     *[("llama", 0, "tensorwise", name) for name in ("ffn.down", "attn.wk", "ffn.*")],
-    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3")],
+    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3", "gemma3")],
     *[("deepseek_v3", layer, "tensorwise", "") for layer in (0, 3)],
 ]
 
@@ -187,6 +189,7 @@ UNITS = [
     *[(name, 0) for name in ("llama", "mixtral", "gpt", "qwen3", "qwen3_moe")],
     *[("deepseek_v3", layer) for layer in (0, 3)],
     *[("qwen3_5", layer) for layer in (0, 3)],
+    ("gemma3", 0),
 ]
 
 
@@ -290,7 +293,8 @@ def multiplied(
 AGAIN = [
     *[("llama", 0, mode) for mode in ("attention", "full")],
     *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
-    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5")],
+    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5", "gemma3")],
+    ("gemma3", 0, "full"),
 ]
 
 
@@ -317,6 +321,8 @@ def test_products_that_the_backward_computes_again(
     [
         ("llama", 0, ["attn"]),
         ("llama", 0, ["ffn"]),
+        ("gemma3", 0, ["ffn"]),
+        ("gemma3", 0, ["attn"]),
         ("deepseek_v3", 3, ["attn", "ffn.shared"]),
         ("qwen3_moe", 0, ["ffn.experts"]),
     ],
