@@ -16,6 +16,7 @@ Recomputation is not counted: the result gives MFU, not HFU.
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -168,6 +169,23 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
     weights = 6 * model.matmul_params - 2 * model.frozen_params
     attention = _PASSES[convention] * model.n_layers * heads * attended
     return weights + attention + model.state_flops
+
+
+def attended_by_layers(length: int, windows: Sequence[int]) -> float:
+    """Return the mean of the layers' attended length (see `flops_per_token`), without packing.
+
+    Args:
+        length: sequence length, in tokens.
+        windows: sliding window of each layer in tokens; 0: no window.
+    """
+
+    def attended(window: int) -> float:
+        if not window or window >= length:
+            return length
+        keys = window * (window + 1) / 2 + (length - window) * window  # of all queries
+        return 2 * keys / length - 1
+
+    return sum(map(attended, windows)) / len(windows)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -213,9 +213,10 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 
     The last matmul of a feed-forward or shared expert may be omitted: its result is only added to
     the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
-    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains the recomputation omits it. Eager
-    recomputation stops at the last tensor that autograd needs, so it omits this matmul only if it
-    is the layer's last. In mode `full`, a compiled block repeats its whole forward.
+    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains
+    the recomputation omits it. Eager recomputation stops at the last tensor that autograd needs, so
+    it omits this matmul only if it is the layer's last. In mode `full`, a compiled block repeats
+    its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)

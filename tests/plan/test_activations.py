@@ -21,6 +21,7 @@ from dtron.config import Recompute, RunConfig
 from dtron.float8 import RECIPES, convert
 from dtron.float8.convert import fuse
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
+from dtron.models.layers import ACTIVATIONS
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
@@ -95,7 +96,8 @@ def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
     gates = ("ffn.router", "delta.w_a", "delta.w_b")
     chosen = [n for n in linears if n not in gates and not fnmatch.fnmatch(n, skip)]
     convert(unit, chosen, RECIPES[recipe], emulate=True)
-    fuse(unit, ["ffn"])
+    if getattr(unit.ffn, "activation", None) is ACTIVATIONS["swiglu"]:  # as float8_plan.py
+        fuse(unit, ["ffn"])
 
 
 ROWS = [
