@@ -20,6 +20,7 @@ from dtron.models import build_model, model_spec
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context.apply import Context
+from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
@@ -206,4 +207,7 @@ def build_run(
         guard,
         after_update if routing or refresh or scales else None,
     )
+    if config.compile.cuda_graphs == "step":
+        device = torch.device(mesh.device_type)
+        train_step.graph = GradientGraph(train_step.parameters, device)
     return BuiltRun(setup, model, optimizer, train_step, routing, scales)

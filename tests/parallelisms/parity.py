@@ -665,9 +665,9 @@ class RecordingStep(TrainStep):
 
     gradients: dict[str, Tensor]
 
-    def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], step: int | Tensor) -> Tensor:
         loss = super().accumulate(batches, step)
-        if step == 0:
+        if isinstance(step, int) and step == 0:
             self.gradients = whole(self.model.applied, [p.grad for p in self.parameters])  # type: ignore[misc]
         return loss
 
