@@ -190,8 +190,8 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         }
         found["full_attention_every"] = random.choice([0, 2]) if found["window"] else 0
     found |= {
-        "post_norms": random.random() < 0.3,
-        "scale_embeddings": random.random() < 0.3,
+        "post_norms": debug.post_norms ^ (random.random() < 0.3),
+        "scale_embeddings": debug.scale_embeddings ^ (random.random() < 0.3),
         "logit_softcap": random.choice([0.0, 0.0, 3.0]),
         "query_pre_attn_scalar": random.choice([0, 0, 12]),
     }

@@ -36,6 +36,10 @@ LATENT = (
     "model.override.n_kv_heads=8 model.override.ffn_dim=1536"
 )
 HYBRID = f"{DENSE} model.name=qwen3_5 model.size=0.8b model.override.full_attention_every=2"
+LOCAL = (
+    f"{DENSE} model.name=gemma3 model.size=1b model.override.full_attention_every=2 "
+    "model.override.window=100 model.override.logit_softcap=30.0"
+)
 CASES = {
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
@@ -60,6 +64,7 @@ CASES = {
     "halos": (DENSE, 4, "parallel.cp=2 parallel.dp_shard=2 model.override.window=100"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
     "hybrid": (HYBRID, 4, "parallel.cp=2 parallel.tp=2 recompute.mode=full"),
+    "post-norms": (LOCAL, 4, "parallel.tp=2 parallel.dp_shard=2"),
     "tp x pp": (
         DENSE,
         4,
