@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class Batch:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to all tensors, in a fixed order, but not to tables on the host."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
+        changed: dict[str, Any] = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
         if isinstance(self.documents, Mapping):
             # Read-only: FSDP moves the tensors of a dict to the device, also those of the host.
             changed["documents"] = MappingProxyType(

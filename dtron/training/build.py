@@ -190,13 +190,13 @@ def build_run(
     refresh = float8.gather_weights(applied, mesh) if float8 else None
     scales = float8.delay_scales(applied, mesh) if float8 else None
 
-    def after_update(taken: Tensor) -> None:
-        if routing is not None:
+    def after_update(taken: Tensor | None) -> None:
+        if routing is not None and taken is not None:
             routing.after_update(taken)
         if refresh is not None:
             refresh()
-        if scales is not None:
-            scales.update(taken)
+        if scales is not None and scales.update(taken) and train_step.graph is not None:
+            train_step.graph.discard()  # it was recorded with the other kind of scales
 
     train_step = step(
         model,

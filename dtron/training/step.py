@@ -89,7 +89,7 @@ class TrainStep:
         guard: detects bad losses and may skip their steps.
         after_update: function that is called after each step to update state that depends on
             weights, such as float8 scales. Its argument is a bool scalar on the device: False if
-            the step was skipped.
+            the step was skipped. None: the weights were initialized or loaded.
         graph: computes the gradients as a CUDA graph; None: without one.
     """
 
@@ -101,7 +101,7 @@ class TrainStep:
         dropout_seed: int | None = None,
         mtp_weight: float = 0.0,
         guard: Guard | None = None,
-        after_update: Callable[[Tensor], None] | None = None,
+        after_update: Callable[[Tensor | None], None] | None = None,
         graph: GradientGraph | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer

@@ -687,7 +687,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     train_step, routing = run.step, run.routing
     assert isinstance(train_step, RecordingStep)
     if train_step.after_update is not None:  # of the weights that were drawn, as the Trainer does
-        train_step.after_update(torch.ones((), dtype=torch.bool, device=mesh.device_type))
+        train_step.after_update(None)
     losses, norms, loads, figures, sources = [], [], [], [], []
     for step in range(case.steps):
         lr = case.config().optim.lr

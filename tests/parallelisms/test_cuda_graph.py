@@ -20,6 +20,7 @@ from dtron.parallelisms import cuda_graph
 from dtron.parallelisms.cuda_graph import GradientGraph
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
+from tests.parallelisms.gpu_cases import WIDTHS
 from tests.parallelisms.parity import FULL, Case, mesh_of, parallel_run
 
 DROPPED = {"dropout": 0.1, "attention_dropout": 0.1}
@@ -169,7 +170,7 @@ GPU: dict[str, Case] = {
     "packed, compiled": Case("llama", documents=True, compile=Compile(enable=True)),
     "full recomputation": Case("qwen3", recompute=FULL),
     "hybrid": Case("qwen3_5"),
-    "experts": Case("deepseek_v3"),
+    "experts": Case("deepseek_v3", override=WIDTHS["deepseek_v3"], dtype="bfloat16"),
     "zero 3": Case("llama", 2, Parallel(dp_shard=2)),
     "zero 1": Case("llama", 2, Parallel(dp_shard=2, zero=1)),
     "copies": Case("llama", 2, Parallel(dp_shard=2, copy_engines=True, reduce_by="all_to_all")),
@@ -179,17 +180,29 @@ GPU: dict[str, Case] = {
     "ulysses": Case("llama", 2, Parallel(cp=2, cp_method="ulysses")),
     "1F1B": Case("llama", 2, Parallel(pp=2)),
     "ZBV": Case("llama", 2, Parallel(pp=2, schedule="ZBVZeroBubble")),
-    "symmetric": Case("mixtral", 2, Parallel(dp_shard=2, ep=2, dispatcher="symmetric_memory")),
-    "bounded": Case("mixtral", 2, Parallel(dp_shard=2, ep=2, dispatcher="bounded_all_to_all")),
+    "symmetric": Case(
+        "mixtral",
+        2,
+        Parallel(dp_shard=2, ep=2, dispatcher="symmetric_memory"),
+        override=WIDTHS["mixtral"],
+        dtype="bfloat16",
+    ),
+    "bounded": Case(
+        "mixtral",
+        2,
+        Parallel(dp_shard=2, ep=2, dispatcher="bounded_all_to_all"),
+        override=WIDTHS["mixtral"],
+        dtype="bfloat16",
+    ),
     "float8": Case(
         "llama",
-        override={"dim": 64, "ffn_dim": 64, "head_dim": 32},
+        override=WIDTHS["llama"],
         dtype="bfloat16",
         float8=Float8(recipe="tensorwise"),
     ),
     "delayed scales": Case(
         "llama",
-        override={"dim": 64, "ffn_dim": 64, "head_dim": 32},
+        override=WIDTHS["llama"],
         dtype="bfloat16",
         float8=Float8(recipe="tensorwise", scaling="delayed", amax_history=2),
     ),
