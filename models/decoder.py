@@ -9,6 +9,7 @@ rank, mesh or process group: parallelism is applied from outside, by module name
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
+    blocks.<i>.{attn_post_norm,ffn_post_norm}          with post_norms
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
     mtp_embed                                          with mtp: shares the embedding's weight
@@ -47,7 +48,7 @@ from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
-from dtron.models.layers import FeedForward, norm
+from dtron.models.layers import FeedForward, norm, soft_cap
 from dtron.models.moe import MoE
 from dtron.models.rope import rope_table
 
@@ -55,7 +56,10 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x))."""
+    """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x)).
+
+    With post-norms both sums are of the normalised outputs: x += post_norm(attention(norm(x))).
+    """
 
     ffn: FeedForward | MoE
 
@@ -65,6 +69,8 @@ class Block(nn.Module):
         self._build_attention(config, backend, window)
         self.ffn_norm = norm(config, config.dim)
         self.ffn = self._feed_forward(config)
+        self.attn_post_norm = norm(config, config.dim) if config.post_norms else None
+        self.ffn_post_norm = norm(config, config.dim) if config.post_norms else None
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
@@ -87,13 +93,21 @@ class Block(nn.Module):
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return self._add_ffn(x, self.ffn(self.ffn_norm(x)), dropout_keys)
 
     def _attended(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
     ) -> Tensor:
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
+        return self._add_attention(x, h, dropout_keys)
+
+    def _add_attention(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        h = h if self.attn_post_norm is None else self.attn_post_norm(h)
         return x + self.attn_drop(h, dropout_keys)
+
+    def _add_ffn(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        h = h if self.ffn_post_norm is None else self.ffn_post_norm(h)
+        return x + self.ffn_drop(h, dropout_keys)
 
 
 class DeltaBlock(Block):
@@ -109,7 +123,7 @@ class DeltaBlock(Block):
     def _attended(  # type: ignore[override]
         self, x: Tensor, starts: Tensor | None, order: Tensor | None, dropout_keys: Tensor | None
     ) -> Tensor:
-        return x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
+        return self._add_attention(x, self.delta(self.attn_norm(x), starts, order), dropout_keys)
 
 
 class ExpertBlock(Block):
@@ -147,7 +161,7 @@ class ExpertBlock(Block):
         pending = ffn.experts.begin(rows, offsets, state.tail)
         shared_output = ffn.shared_output(state.x)
         h, counts, losses = ffn.combine(ffn.experts.finish(pending), shared_output, state)
-        return x + self.ffn_drop(h, dropout_keys), counts, losses
+        return self._add_ffn(x, h, dropout_keys), counts, losses
 
 
 class DeltaExpertBlock(DeltaBlock, ExpertBlock):
@@ -281,7 +295,7 @@ class Decoder(nn.Module):
         mask = self.backend.prepare(documents, positions)
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
-        rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        rope, local_rope = self._rope_tables(positions)
         starts = document_starts(documents, positions) if self.config.delta_key_heads else None
         routed = (order if self.config.capacity_factor else None, real)
         predictions = []
@@ -292,17 +306,19 @@ class Decoder(nn.Module):
             elif isinstance(block, DeltaBlock):
                 x = self._through(block, routed, x, starts, order, keys)
             else:
-                x = self._through(block, routed, x, rope, mask, keys)
+                table = local_rope if self.config.windows[int(layer)] else rope
+                x = self._through(block, routed, x, table, mask, keys)
         x = self.norm(x)
         if mtp_tokens is None or not predictions:
-            return self.head(x) if labels is None else self.head(x, labels=labels)
+            return self._logits(x) if labels is None else self.head(x, labels=labels)
         # Call embedding and head once each: under sharding every call gathers the weight.
-        ahead = self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
+        ahead = self._scaled(self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)))
+        table = local_rope if self.config.window else rope
         hidden = [x]
-        for (block, keys), e in zip(predictions, ahead, strict=True):
-            hidden.append(self._through(block, routed, hidden[-1], rope, mask, keys, e))
+        for (block, keys), e in zip(predictions, ahead.chunk(len(predictions)), strict=True):
+            hidden.append(self._through(block, routed, hidden[-1], table, mask, keys, e))
         if labels is None:
-            return self.head(torch.cat(hidden)).chunk(len(hidden))
+            return self._logits(torch.cat(hidden)).chunk(len(hidden))
         labels = labels.movedim(-1, 0).flatten(0, 1)
         return self.head(torch.cat(hidden), labels=labels, weights=loss_weights)
 
@@ -319,8 +335,26 @@ class Decoder(nn.Module):
             router.record(counts, losses)
         return x
 
+    def _rope_tables(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rotary tables of layers without and with a window; None: no rotation."""
+        if self.config.positions != "rope":
+            return None, None
+        rope = rope_table(self.config, positions)
+        local = self.config.local_rope
+        return rope, rope if local is None else rope_table(local, positions)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        out, cap = self.head(x), self.config.logit_softcap
+        # A stage without the head returns hidden states, which have no cap.
+        return soft_cap(out, cap) if cap and isinstance(self.head, nn.Linear) else out
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        if not self.config.scale_embeddings:
+            return embeddings
+        return embeddings * torch.tensor(self.config.dim**0.5, dtype=embeddings.dtype)
+
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
-        x = self.embed(tokens)
+        x = self._scaled(self.embed(tokens))
         if self.position_embed is not None:
             if tokens.shape[1] > self.config.max_seq_len:
                 raise ConfigError(

@@ -72,10 +72,12 @@ _ROPE_RANGES = {
     "yarn": ("rope_beta_slow", "rope_beta_fast", "use 32.0 and 1.0, as YaRN"),
 }
 """{rope_scaling: (field of the lower bound, field of the upper bound, fix)}. Between the bounds,
-frequencies are partly scaled."""
+frequencies are partly scaled. `linear` has no bounds."""
 
 
 def _empty_rope_range(config: "DecoderConfig") -> Iterator[str]:
+    if config.rope_scaling not in _ROPE_RANGES:
+        return
     low, high, source = _ROPE_RANGES[config.rope_scaling]
     least, most = getattr(config, low), getattr(config, high)
     if config.rope_scaling_factor > 1 and most <= least:
@@ -156,15 +158,28 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "rope_scaling positions",
-        lambda c: c.rope_scaling != "yarn" or c.positions == "rope",
-        'rope_scaling = "yarn" has no effect without positions = "rope"; use "llama3"',
+        lambda c: c.rope_scaling == "llama3" or c.positions == "rope",
+        'rope_scaling = "{c.rope_scaling}" has no effect without positions = "rope"; use "llama3"',
     ),
     Rule(
         "rope_scaling rope_scaling_factor",
-        lambda c: c.rope_scaling != "yarn" or c.positions != "rope" or c.rope_scaling_factor > 1,
-        'rope_scaling = "yarn" has no effect without a rope_scaling_factor above 1; use "llama3"',
+        lambda c: c.rope_scaling == "llama3" or c.positions != "rope" or c.rope_scaling_factor > 1,
+        'rope_scaling = "{c.rope_scaling}" has no effect without a rope_scaling_factor above 1; '
+        'use "llama3"',
+    ),
+    Rule(
+        "rope_local_theta positions window",
+        lambda c: not c.rope_local_theta or (c.positions == "rope" and c.window),
+        'rope_local_theta = {c.rope_local_theta} has no effect without positions = "rope" and a '
+        "window; use 0.0",
+    ),
+    Rule(
+        "rope_local_theta rope_theta rope_scaling_factor",
+        lambda c: c.rope_local_theta != c.rope_theta or c.rope_scaling_factor > 1,
+        "rope_local_theta = {c.rope_local_theta} has no effect, since rope_theta is equal; use 0.0",
     ),
     _unused("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", ("llama3",)),
+    _unused("rope_original_context", "rope_scaling", ("llama3", "yarn")),
     _unused(
         "rope_beta_fast rope_beta_slow rope_truncate rope_mscale rope_mscale_all_dim",
         "rope_scaling",

@@ -253,4 +253,6 @@ def loss_tensors(run: Resolved) -> list[int]:
         found.append(run.element * dim * run.tokens * predictions)
     if padding:
         found.append(run.element * dim * vocabulary)
+    if run.model.logit_softcap:  # what its backward reads: the tanh, or a chunk's capped logits
+        found.append((4 if chunks > 1 else run.element * (1 + run.model.mtp)) * each)
     return found

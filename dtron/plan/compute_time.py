@@ -214,24 +214,27 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 
     The last matmul of a feed-forward or shared expert may be omitted: its result is only added to
     the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
-    experts.) A compiled block whose backward graph contains the recomputation omits it. Eager
-    recomputation stops at the last tensor that autograd needs, so it omits this matmul only if it
-    is the layer's last. In mode `full`, a compiled block repeats its whole forward.
+    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains
+    the recomputation omits it. Eager recomputation stops at the last tensor that autograd needs, so
+    it omits this matmul only if it is the layer's last. In mode `full`, a compiled block repeats
+    its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)
     if modules := options.recompute.modules:
         # A module's output, from its last matmul, is kept. Attention's input has the same size as
-        # its output: a compiler that has to keep one of them keeps the input.
+        # its output: a compiler that has to keep one of them keeps the input. So it is with a
+        # feed-forward layer whose output a post-norm reads.
         chained = options.compile.enable and run.tp == 1
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
-        whole = {name for name in modules if name in ("attn", "delta") and chained}
+        equal = ("attn", "delta", "ffn") if run.model.post_norms else ("attn", "delta")
+        whole = {name for name in modules if name in equal and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
     mixture = kind.experts
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn"
     places = [place for place, p in enumerate(listed) if p.module == name]
-    if whole or not places:
+    if whole or not places or run.model.post_norms:
         return listed
     return listed[: places[-1]] + listed[places[-1] + 1 :]
 

@@ -10,7 +10,7 @@ from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig, LayerKind
-from dtron.models.flops import flops_per_token
+from dtron.models.flops import attended_by_layers, flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
@@ -299,8 +299,12 @@ class Resolved(Candidate):
         return self.config.recompute.acts_on(layer) and not self.config.recompute.modules
 
     def flops(self) -> dict[str, float]:
-        """Return FLOPs per token, by how attention is counted: full or causal."""
-        name, length = self.config.model.name, self.config.train.seq_len
+        """Return FLOPs per token, by how attention is counted: full or causal.
+
+        Windows count as in training, by the keys that queries see.
+        """
+        name = self.config.model.name
+        length = attended_by_layers(self.config.train.seq_len, self.model.windows)
         sizes = flops_model(name, self.model_of(self.config), self.config.lora)
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}

@@ -77,8 +77,17 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
         SavedTensor("wo", model.dim, "tokens"),
         SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
     ]
+    if model.post_norms:  # "wo" above is its input, from which compiled blocks compute the sum
+        rows += _statistics(model, "wo", 1, "tokens")
+        rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
     rows += _norm_rows(model, "ffn_norm", wide=kind.experts)
     rows += _mixture(model) if kind.experts else _feed_forward(model, "ffn", model.ffn_dim)
+    if model.post_norms:
+        rows += [
+            *_statistics(model, "ffn_post_norm", 1, "tokens"),
+            SavedTensor("ffn_post_norm", model.dim, "tokens"),
+            SavedTensor("ffn_post_norm", model.dim, "none", (SELECTIVE,)),
+        ]
     return tuple(rows)
 
 
@@ -282,8 +291,11 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
 
     Args:
         chained: whether attention is compiled and keeps no matmul result. Its backward then also
-            recomputes the output of the norm before it.
+            recomputes the output of the norm before it, and that of a feed-forward layer the input
+            of the post-norm after it.
     """
+    if row.module == "ffn_post_norm":
+        return "ffn" in names and chained and row.width > 1
     if row.module == "attn_norm":
         return "attn" in names and chained and row.read
     if row.module == "delta_norm":

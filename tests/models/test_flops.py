@@ -7,6 +7,7 @@ from dtron.data import Batch
 from dtron.models import BACKENDS, MODELS, build_model, model_config
 from dtron.models.flops import (
     FlopsModel,
+    attended_by_layers,
     flops_per_token,
     n_active_parameters,
     n_parameters,
@@ -125,6 +126,8 @@ def test_windows_of_a_part_of_the_layers_are_counted():
     assert attended_length([batch], (0, 0)) == 8
     windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
     assert attended_length([batch], (2,)) == windowed
+    assert attended_by_layers(8, (2,)) == windowed
+    assert attended_by_layers(8, (2, 0, 9)) == (windowed + 16) / 3
     assert attended_length([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
 
 

@@ -180,6 +180,10 @@ WIDTHS: dict[str, Keys] = {
     "llama": WIDE,
     "qwen3": WIDE,
     "qwen3_5": {**WIDE, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
+    "gemma3": {
+        **{**WIDE, "window": 20, "full_attention_every": 2, "rope_local_theta": 50.0},
+        **{"query_pre_attn_scalar": 12, "logit_softcap": 3.0},
+    },
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,

@@ -134,6 +134,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
     "qwen3_5": {**SMALL, **DELTA, "head_dim": 8},
+    "gemma3": {
+        **{**SMALL, "head_dim": 8, "query_pre_attn_scalar": 12, "logit_softcap": 3.0},
+        **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
+    },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
@@ -782,7 +786,8 @@ def build_head_loss(
     """The Trainer's loss in the head, where it is computed in chunks."""
     if case.loss_chunks == 1:
         return None
-    return "head", ChunkedLoss(case.loss_chunks, vocabulary(config, mesh), case.compile)
+    shard = vocabulary(config, mesh)
+    return "head", ChunkedLoss(case.loss_chunks, shard, case.compile, config.logit_softcap)
 
 
 def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:

@@ -30,6 +30,7 @@ from tests.parallelisms.parity import (
     MTP,
     SELECTIVE,
     SINKHORN,
+    SIZES,
     Batches,
     Case,
     check,
@@ -154,7 +155,7 @@ def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 0) -> Case:
         for key, value in values[index].items():
             keys[key] = {**keys[key], **value} if isinstance(value, dict) else value
     parallel = Parallel(**keys.pop("parallel"))
-    if parallel.cp > 1:  # refuses it
+    if parallel.cp > 1 or "window" in SIZES[keys["model"]]:  # refuse it
         keys["override"].pop("attention_dropout", None)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     world = data_ranks * parallel.tp * parallel.pp * parallel.cp
@@ -346,6 +347,8 @@ EXPERT_CASES = [
 ]
 LONG: dict[str, Any] = {"seq_len": 144, "sequences": 2, "dtype": "float64"}
 """Sequences of more than two chunks of the delta rule."""
+SCALED_LINEARLY = {"rope_scaling": "linear", "rope_scaling_factor": 4.0}
+GEMMA = {"post_norms": True, "scale_embeddings": True, "logit_softcap": 3.0}
 HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
     Case("qwen3_5", 4, HIERARCHICAL, documents=True, dtype="float64"),
@@ -364,6 +367,17 @@ HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(pp=2), override={"mtp": 1}, documents=True, loss_chunks=3),
 ]
 """Gated delta nets between layers with attention."""
+LOCAL_CASES = [
+    Case("gemma3", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
+    Case("gemma3", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
+    Case("gemma3", 4, Parallel(tp=4), loss_chunks=3, dtype="float64"),
+    Case("gemma3", 2, Parallel(tp=2, async_tp=True), FULL, micro_batch=2),
+    Case("gemma3", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
+    Case("gemma3", 4, Parallel(pp=2, tp=2, schedule=V), loss_chunks=2, documents=True),
+    Case("gemma3", 2, override={"sinks": True, "softcap": 1.0, **SCALED_LINEARLY}),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **GEMMA}, sequences=4, steps=1),
+]
+"""Layers with a window and a rotary base of their own, post-norms, soft caps."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -613,6 +627,7 @@ SPECIAL = [
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     *HYBRID_CASES,
+    *LOCAL_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
@@ -650,6 +665,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
     float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),

@@ -26,7 +26,7 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
-from dtron.models import gated_delta_net
+from dtron.models import decoder, gated_delta_net
 from dtron.parallelisms import apply, gradients
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -582,6 +582,12 @@ def gates_without_input_gradient() -> None:
     apply.apply_tensor_parallel = splits
 
 
+def local_layers_at_the_global_base() -> None:
+    """Layers with a window rotate by the table of the layers without one."""
+    tables = decoder.Decoder._rope_tables
+    decoder.Decoder._rope_tables = lambda self, positions: (tables(self, positions)[0],) * 2  # type: ignore
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -647,6 +653,7 @@ NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
 HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
+LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
@@ -656,6 +663,7 @@ BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 OF_HEADS = rf"{NORMS}|gradient blocks\.\d+\.(delta\.(core|gated_norm)\..*|attn\.[qk]_norm\.weight)"
+WITH_POST_NORMS = rf"{NORMS}|gradient blocks\.\d+\.((attn|ffn)_post_norm|attn\.[qk]_norm)\.weight"
 BEFORE_GATES = r"gradient (embed|blocks\.0|blocks\.1\.attn_norm).*"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
 LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
@@ -725,6 +733,8 @@ BUGS = [
     Bug(channels_of_first_rank, DELTA, ALSO_LOSS),
     Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
+    Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
+    Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -22,6 +22,7 @@ from dtron.float8 import RECIPES, convert
 from dtron.float8.convert import fuse
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
 from dtron.models.config import LayerKind
+from dtron.models.layers import ACTIVATIONS
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
@@ -96,7 +97,8 @@ def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
     gates = ("ffn.router", "delta.w_a", "delta.w_b")
     chosen = [n for n in linears if n not in gates and not fnmatch.fnmatch(n, skip)]
     convert(unit, chosen, RECIPES[recipe], emulate=True)
-    fuse(unit, ["ffn"])
+    if getattr(unit.ffn, "activation", None) is ACTIVATIONS["swiglu"]:  # as float8_plan.py
+        fuse(unit, ["ffn"])
 
 
 ROWS = [
@@ -107,6 +109,7 @@ ROWS = [
     *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_5", 3, "none"),
     *[("qwen3_5_moe", 0, mode) for mode in ("none", "selective")],
+    *[("gemma3", 0, mode) for mode in ("none", "selective", "attention")],
 ]
 
 
@@ -134,6 +137,7 @@ MODULES = [
     ("llama", 0, "selective", ["ffn"]),
     ("llama", 0, "selective", ["attn"]),
     ("qwen3_5", 0, "full", ["delta"]),
+    *[("gemma3", 0, "full", modules) for modules in (["attn"], ["ffn"], ["attn", "ffn"])],
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
     ("deepseek_v3", 0, "full", ["attn"]),
@@ -165,7 +169,7 @@ FLOAT8 = [
     ("llama", 0, "blockwise", ""),
     # not fused; inputs that layers in high precision read too; no input of feed-forward
     *[("llama", 0, "tensorwise", name) for name in ("ffn.down", "attn.wk", "ffn.*")],
-    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3")],
+    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3", "gemma3")],
     *[("deepseek_v3", layer, "tensorwise", "") for layer in (0, 3)],
 ]
 
@@ -189,6 +193,7 @@ UNITS = [
     *[("deepseek_v3", layer) for layer in (0, 3)],
     *[("qwen3_5", layer) for layer in (0, 3)],
     ("qwen3_5_moe", 0),
+    ("gemma3", 0),
 ]
 
 
@@ -292,7 +297,8 @@ def multiplied(
 AGAIN = [
     *[("llama", 0, mode) for mode in ("attention", "full")],
     *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
-    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5")],
+    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5", "gemma3")],
+    ("gemma3", 0, "full"),
 ]
 
 
@@ -319,6 +325,8 @@ def test_products_that_the_backward_computes_again(
     [
         ("llama", 0, ["attn"]),
         ("llama", 0, ["ffn"]),
+        ("gemma3", 0, ["ffn"]),
+        ("gemma3", 0, ["attn"]),
         ("deepseek_v3", 3, ["attn", "ffn.shared"]),
         ("qwen3_moe", 0, ["ffn.experts"]),
     ],
