@@ -86,7 +86,14 @@ class Block(nn.Module):
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return x + self.ffn_drop(self.feed_forward(x), dropout_keys)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Apply norm and feed-forward layer to each token: (B, T, D) -> (B, T, D).
+
+        `recompute.ffn_chunks` replaces this method. Blocks with experts do not use it.
+        """
+        return self.ffn(self.ffn_norm(x))
 
     def _attended(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
@@ -111,7 +118,7 @@ class DeltaBlock(Block):
             starts, order: arguments of `GatedDeltaNet.forward`.
         """
         x = x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return x + self.ffn_drop(self.feed_forward(x), dropout_keys)
 
 
 class ExpertBlock(Block):

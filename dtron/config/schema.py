@@ -453,6 +453,10 @@ class Recompute(Section):
     modules: list[Annotated[Text, Field(min_length=1)]] = []
     """Names of modules of a block to recompute, each from its own input; empty: the whole block.
     dtron's models have `attn`, `delta`, `ffn` (dense), `ffn.experts` and `ffn.shared`."""
+    ffn_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
+    """Compute the dense feed-forward of each block over this many chunks of the sequence, one after
+    the other, and each again in the backward: its hidden states exist for one chunk at a time. For
+    long sequences, with any `mode` but `selective`. 1: whole sequences."""
     offload: bool = False
     """Move the tensors that a block saves for its backward to pinned host memory; the copies
     overlap with the computation of the next block. On GPUs only."""

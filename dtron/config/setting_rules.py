@@ -383,6 +383,17 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "recompute.modules = {c.recompute.modules} names a module twice; name each module once",
     ),
     Rule(
+        "recompute.ffn_chunks recompute.mode recompute.modules",
+        lambda c: (
+            c.recompute.ffn_chunks == 1
+            or (c.recompute.mode != "selective" or c.recompute.modules)
+            and "ffn" not in c.recompute.modules
+        ),
+        "recompute.ffn_chunks = {c.recompute.ffn_chunks} recomputes the feed-forward, but "
+        'recompute.mode = "selective" keeps results of its matmuls, and recompute.modules with ffn '
+        'recomputes it a second time; use mode "none", "attention" or "full", or other modules',
+    ),
+    Rule(
         "recompute.modules parallel.async_tp",
         lambda c: not c.recompute.modules or not c.parallel.async_tp,
         "recompute.modules with parallel.async_tp: a module's first matmuls run before the module, "

@@ -306,6 +306,13 @@ def _sequence_chunks(run: ModelCandidate) -> int:
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
+def _own_tokens(run: ModelCandidate) -> int:
+    """Return the number of tokens of a sequence that a rank holds between blocks."""
+    parallel = run.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    return run.train.seq_len // (parallel.cp * tp)
+
+
 def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each name in recompute.modules that no block of a Decoder has."""
     model, recompute = run.model, run.config.recompute
@@ -442,6 +449,22 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
     ),
     Rule("recompute.modules model.name", finds_none(_unknown_modules)),
+    Rule(
+        "recompute.ffn_chunks model.name model.override",
+        lambda c: c.config.recompute.ffn_chunks == 1 or c.model.n_dense_layers > 0,
+        "recompute.ffn_chunks = {c.config.recompute.ffn_chunks}: all blocks of the model have "
+        'experts, which chunks do not change; use recompute.modules = ["ffn.experts"], or leave '
+        "the key out",
+    ),
+    Rule(
+        "recompute.ffn_chunks train.seq_len parallel.cp parallel.tp",
+        lambda c: c.config.recompute.ffn_chunks <= _own_tokens(c),
+        lambda c: (
+            f"recompute.ffn_chunks = {c.config.recompute.ffn_chunks} is more than the "
+            f"{_own_tokens(c)} tokens of a sequence on a rank (train.seq_len / (parallel.cp x "
+            "parallel.tp)); use at most that many"
+        ),
+    ),
     Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
         finds_none(_heads_over_cp),
