@@ -242,6 +242,27 @@ def widest(run: Resolved, layer: int) -> float:
     return run.memo[key]
 
 
+def context_gradients(run: Resolved, layer: int) -> float:
+    """Return the bytes of temporaries in the backward of a layer's context-parallel attention.
+
+    These are float32 gradients of queries and of exchanged keys and values, and the kernel's
+    results before they are added. `dtron.plan.memory` counts the keys and values themselves.
+    """
+    cp = run.degrees["cp"]
+    if cp == 1 or run.kind(layer) == "delta":
+        return 0.0
+    shape, model, e = run.context(layer), run.model, run.element
+    q = model.n_heads * model.head_size // run.tp
+    kv = 2 * model.local_kv_heads(run.tp) * model.head_size
+    if shape.gathers:  # of all ranks' tokens: zeros, their reduction by block, and its order
+        width = 3 * 4 * kv * cp + (4 + e) * q
+    elif shape.outer > 1:  # a ring: the gradients of two blocks, one received
+        width = 3 * 4 * kv + (6 + 1.5 * e) * q + e * kv
+    else:  # only all-to-alls, of gradients, queries, keys, values and outputs
+        width = 4 * kv + (8 + 5 * e) * q + e * kv
+    return float(width * run.tokens)
+
+
 def boundary(run: Resolved) -> float:
     """Bytes of the hidden states between two layers, per micro-batch on a rank."""
     return run.model.dim * run.element * run.tokens / run.between
