@@ -204,8 +204,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "recompute.every recompute.first recompute.modules",
-        lambda c: c.recompute.mode != "none",
+        lambda c: c.recompute.mode not in ("none", "auto"),
         needs="a recompute.mode",
+    ),
+    Rule(
+        "recompute.offload recompute.mode",
+        lambda c: not c.recompute.offload or c.recompute.mode != "auto",
+        'recompute.offload = true with recompute.mode = "auto", which chooses recompute.offload; '
+        "leave it out, or use another mode",
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),

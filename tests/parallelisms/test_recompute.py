@@ -199,7 +199,7 @@ def test_experts_are_chosen_once_under_inductor() -> None:
 def test_modes_keep_nested_sets() -> None:
     assert set(SAVED_OPS["attention"]) < set(SAVED_OPS["selective"])
     assert not set(ATTENTION) & set(PRODUCTS)
-    assert {*SAVED_OPS, "none", "full"} == set(
+    assert {*SAVED_OPS, "none", "full", "auto"} == set(
         Recompute.model_json_schema()["properties"]["mode"]["enum"]
     )
 
