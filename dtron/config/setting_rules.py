@@ -392,8 +392,10 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "recompute.ffn_chunks recompute.mode recompute.modules",
         lambda c: (
             c.recompute.ffn_chunks == 1
-            or (c.recompute.mode != "selective" or c.recompute.modules)
-            and "ffn" not in c.recompute.modules
+            or (
+                (c.recompute.mode != "selective" or c.recompute.modules)
+                and "ffn" not in c.recompute.modules
+            )
         ),
         "recompute.ffn_chunks = {c.recompute.ffn_chunks} recomputes the feed-forward, but "
         'recompute.mode = "selective" keeps results of its matmuls, and recompute.modules with ffn '

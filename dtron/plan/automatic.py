@@ -16,9 +16,9 @@ from dtron.parallelisms.host_memory import host_memory
 from dtron.plan.hardware import Hardware, of_device
 from dtron.plan.memory import memory, offloaded_by_host, worst
 from dtron.plan.run_shape import Resolved
+from dtron.plan.steptime import predict
 from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
-from dtron.plan.steptime import predict
 from dtron.setup.automatic import Automatic, Machine, choose, without_choices
 from dtron.setup.rules import MachineCandidate, ModelCandidate
 from dtron.setup.versions import release

@@ -691,6 +691,17 @@ def _without_gpus(run: MachineCandidate) -> Iterator[str]:
         yield f"{key} = {value!r} needs GPUs; this machine has none"
 
 
+def _marks_nothing(run: MachineCandidate) -> Iterator[str]:
+    """Yield an error if neither Nsight Systems nor a profile can show the marks of modules."""
+    metrics = run.config.metrics
+    if metrics.nvtx and run.device.type != "cuda" and not metrics.profile_start:
+        yield (
+            "metrics.nvtx = true has no effect: this machine has no GPUs, and "
+            "metrics.profile_start = 0 records no profile; set metrics.profile_start, or leave "
+            "metrics.nvtx out"
+        )
+
+
 def check_dispatcher(run: MachineCandidate) -> None:
     """Raise ConfigError if this machine does not support the dispatcher."""
     if run.parallel.dispatcher == "deepep":
@@ -714,6 +725,7 @@ def _without_fla(run: MachineCandidate) -> Iterator[str]:
 
 MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule(_ON_GPUS, finds_none(_without_gpus)),
+    Rule("metrics.nvtx metrics.profile_start", finds_none(_marks_nothing)),
     Rule("model.override", finds_none(_without_fla)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
