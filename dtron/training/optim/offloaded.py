@@ -113,9 +113,9 @@ class OffloadedAdamW(AdamW):
         self.offloaded = {p for p, each in zip(parameters, chosen, strict=True) if each}
         if not self.offloaded:
             log.warning(
-                "optim.offload = %s has no effect: the moments of no parameter are offloaded, since "
-                "the largest shard of a rank has %d elements, and those below %d, or more than the "
-                "fraction of all, stay on the device; use a larger fraction, or leave it out",
+                "optim.offload = %s has no effect: of this rank's parameters the largest shard has "
+                "%d elements, and moments of fewer than %d, or of more than the fraction of all, "
+                "stay on the device; use a larger fraction, or leave it out",
                 fraction,
                 max(local_part(p).numel() for p in parameters),
                 SMALLEST,
