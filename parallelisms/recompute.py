@@ -132,9 +132,9 @@ def chunk_feed_forward(blocks: Iterable[nn.Module], n_chunks: int, keep_rng: boo
     return len(chosen)
 
 
-def _in_chunks(apply: Callable, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+def _in_chunks(apply: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
     chunks = x.chunk(n_chunks, dim=1)
-    settings = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
     return torch.cat([checkpoint(apply, chunk, **settings) for chunk in chunks], dim=1)
 
 

@@ -131,7 +131,7 @@ def test_feed_forward_in_chunks(mode: str) -> None:
     widest, grads = {}, {}
     for n_chunks in (1, 5):  # of 24 tokens: the last chunk has 4
         model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
-        blocks = list(model.blocks.values())
+        blocks: list[Any] = list(model.blocks.values())
         assert n_chunks == 1 or chunk_feed_forward(blocks, n_chunks) == LAYERS
         recompute(enumerate(blocks), Recompute.model_validate({"mode": mode}))
         inputs: list[Any] = []
