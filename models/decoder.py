@@ -93,7 +93,14 @@ class Block(nn.Module):
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        return self._add_ffn(x, self.ffn(self.ffn_norm(x)), dropout_keys)
+        return self._add_ffn(x, self.feed_forward(x), dropout_keys)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Apply norm and feed-forward layer to each token: (B, T, D) -> (B, T, D).
+
+        `recompute.ffn_chunks` replaces this method. Blocks with experts do not use it.
+        """
+        return self.ffn(self.ffn_norm(x))
 
     def _attended(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None

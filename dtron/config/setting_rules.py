@@ -204,8 +204,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "recompute.every recompute.first recompute.modules",
-        lambda c: c.recompute.mode != "none",
+        lambda c: c.recompute.mode not in ("none", "auto"),
         needs="a recompute.mode",
+    ),
+    Rule(
+        "recompute.offload recompute.mode",
+        lambda c: not c.recompute.offload or c.recompute.mode != "auto",
+        'recompute.offload = true with recompute.mode = "auto", which chooses recompute.offload; '
+        "leave it out, or use another mode",
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
@@ -394,6 +400,19 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "recompute.modules",
         lambda c: len(set(c.recompute.modules)) == len(c.recompute.modules),
         "recompute.modules = {c.recompute.modules} names a module twice; name each module once",
+    ),
+    Rule(
+        "recompute.ffn_chunks recompute.mode recompute.modules",
+        lambda c: (
+            c.recompute.ffn_chunks == 1
+            or (
+                (c.recompute.mode != "selective" or c.recompute.modules)
+                and "ffn" not in c.recompute.modules
+            )
+        ),
+        "recompute.ffn_chunks = {c.recompute.ffn_chunks} recomputes the feed-forward, but "
+        'recompute.mode = "selective" keeps results of its matmuls, and recompute.modules with ffn '
+        'recomputes it a second time; use mode "none", "attention" or "full", or other modules',
     ),
     Rule(
         "recompute.modules parallel.async_tp",

@@ -183,14 +183,20 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
                 "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(repeated)
             )
             return
-        for width in widths_in:
-            yield made("all_gather", width * size_in, times + again)
-            yield made("reduce_scatter", width, times)
-        for width in widths_out:
-            yield made("reduce_scatter", width, times)
-            yield made("all_gather", width * size_out, times)
+        chunks = run.ffn_chunks(layers[0])  # the last input and output are the feed-forward's
+        again_in_chunks = _again_in_chunks(run, again)
+        for place, width in enumerate(widths_in, 1 - len(widths_in)):
+            n = 1 if place else chunks
+            more = again if n == 1 else n * times + again_in_chunks
+            yield made("all_gather", width * size_in / n, n * times + more)
+            yield made("reduce_scatter", width / n, n * times)
+        for place, width in enumerate(widths_out, 1 - len(widths_out)):
+            n = 1 if place else chunks
+            yield made("reduce_scatter", width / n, n * times)
+            yield made("all_gather", width * size_out / n, n * times)
         for width in repeated:
             yield made("reduce_scatter", width, again)
+        yield made("reduce_scatter", model.dim / chunks, again_in_chunks)
 
     yield from _shared_heads(run, stage, domain)
     for kind, size, count in _adapters(run, stage, repeats):
@@ -214,6 +220,18 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+def _again_in_chunks(run: Resolved, blocks: int) -> int:
+    """Return how many feed-forwards of a chunk the recomputation of `blocks` blocks computes.
+
+    It stops before the last chunk, which is computed by its own recomputation only. A compiled
+    backward computes each chunk once for both.
+    """
+    config, chunks = run.config, run.config.recompute.ffn_chunks
+    if config.compile.enable:
+        return blocks * chunks if config.recompute.mode == "full" and chunks > 1 else 0
+    return blocks * (chunks - 1)
 
 
 def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:

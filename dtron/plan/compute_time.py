@@ -1,6 +1,7 @@
 """Seconds of a rank's computation per micro-batch: matmuls, attention and elementwise kernels."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtron.models.config import LayerKind
@@ -190,7 +191,35 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
         parts.append({"copy": Seconds(0.0, again, 0.0)})
         if mode == "full" and run.recomputes(index, module):
             parts.append({"attention": Seconds(0.0, forward, 0.0)})
+    if run.ffn_chunks(index) > 1:
+        parts += _again_in_chunks(run, index, hardware, moved * ahead)
     return together(*parts)
+
+
+def _again_in_chunks(
+    run: Resolved, index: int, hardware: Hardware, elementwise: float
+) -> Iterator[Work]:
+    """Yield what `recompute.ffn_chunks` computes again.
+
+    Args:
+        elementwise: seconds of the elementwise kernels of the layer's forward.
+    """
+    again = in_chunks(run, index)
+    casts = cast_seconds(run, again, hardware).forward
+    seconds = elementwise * activations.share_in_chunks(run, index) + casts
+    yield {"copy": Seconds(0.0, seconds, 0.0)}
+    for kind, each in _kinds(again, hardware).items():
+        yield {kind: Seconds(0.0, each.forward, 0.0)}
+
+
+def in_chunks(run: Resolved, index: int) -> list[ShardedMatmul]:
+    """List the matmuls of a layer's feed-forward that `recompute.ffn_chunks` computes again.
+
+    No gradient needs the last one's result.
+    """
+    if run.ffn_chunks(index) == 1:
+        return []
+    return [p for p in matmuls(run, run.kind(index)) if p.module == "ffn"][:-1]
 
 
 def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
@@ -230,6 +259,10 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         equal = ("attn", "delta", "ffn") if run.model.post_norms else ("attn", "delta")
         whole = {name for name in modules if name in equal and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
+    if run.ffn_chunks(index) > 1:
+        # A compiled backward computes the feed-forward once more, for the chunks and the block.
+        once = options.compile.enable and options.recompute.mode != "full"
+        return [p for p in listed if p.module != "ffn"] if once else listed
     mixture = kind.experts
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn"

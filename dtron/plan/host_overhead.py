@@ -28,7 +28,7 @@ from dtron.models.config import LayerKind
 from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
-from dtron.plan.compute_time import matmuls, repeated
+from dtron.plan.compute_time import in_chunks, matmuls, repeated
 from dtron.plan.hardware import HOST
 from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
@@ -111,6 +111,10 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     kernels = forwards * (forward + ROUTING * mixture) + backward
     if again and not whole:
         kernels += KERNELS[0] * len(repeated(run, layer))
+    if (chunks := run.ffn_chunks(layer)) > 1:
+        first = sum(p.module == "ffn" for p in inside)
+        kernels += (chunks - 1) * first * (forwards * KERNELS[0] + KERNELS[1])
+        kernels += chunks * KERNELS[0] * len(in_chunks(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
     if run.kind(layer).delta and run.model.delta_kernel == "torch":
         chunks = -(-run.config.train.seq_len // CHUNK)

@@ -620,11 +620,16 @@ def _groups(run: Resolved, kind: PartKind, layer: int | None) -> list[_Parameter
 def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
     """Return bytes of a layer's (kept tensors, recomputed tensors, largest tensor)."""
     kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
-    return (
-        list(kept.elements()),
-        list((whole - kept).elements()),
-        int(activations.widest(run, layer)),
-    )
+    again, widest = list((whole - kept).elements()), int(activations.widest(run, layer))
+    if run.ffn_chunks(layer) > 1:
+        # The gradient of one weight, before it is added to that of other chunks.
+        matrix = run.model.dim * run.model.ffn_dim // run.tp
+        again.append(0 if run.frozen else run.element * matrix)
+        # The largest temporaries are attention's. When they exist, the input of the feed-forward
+        # is freed, and the gradient of the block's input is not allocated.
+        others = 3 * widest + 2 * activations.boundary(run)
+        again.append(max(0, int(activations.context_gradients(run, layer) - others)))
+    return list(kept.elements()), again, widest
 
 
 def _makes_all(run: Resolved, layer: int) -> bool:

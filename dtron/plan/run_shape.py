@@ -298,6 +298,10 @@ class Resolved(Candidate):
         """
         return self.config.recompute.acts_on(layer) and not self.config.recompute.modules
 
+    def ffn_chunks(self, layer: int) -> int:
+        """Return the number of chunks of a layer's feed-forward (`recompute.ffn_chunks`)."""
+        return 1 if self.has_experts(layer) else self.config.recompute.ffn_chunks
+
     def flops(self) -> dict[str, float]:
         """Return FLOPs per token, by how attention is counted: full or causal.
 

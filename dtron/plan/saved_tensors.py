@@ -276,6 +276,9 @@ def _gated_output(model: DecoderConfig) -> list[SavedTensor]:
     ]
 
 
+IN_CHUNKS = ("ffn_norm", "ffn")
+"""Modules of the rows that `recompute.ffn_chunks` recomputes, chunk by chunk."""
+
 _DELTA = {"w_qkv", "w_z", "w_a", "w_b", "delta"}
 _ATTENTION = {
     *("wq", "wk", "wv", "wg", "q_norm", "k_norm", "attention"),

@@ -314,6 +314,13 @@ def _sequence_chunks(run: ModelCandidate) -> int:
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
+def _own_tokens(run: ModelCandidate) -> int:
+    """Return the number of tokens of a sequence that a rank holds between blocks."""
+    parallel = run.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    return run.train.seq_len // (parallel.cp * tp)
+
+
 def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each name in recompute.modules that no block of a Decoder has."""
     model, recompute = run.model, run.config.recompute
@@ -457,6 +464,22 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
     ),
     Rule("recompute.modules model.name", finds_none(_unknown_modules)),
+    Rule(
+        "recompute.ffn_chunks model.name model.override",
+        lambda c: c.config.recompute.ffn_chunks == 1 or c.model.n_dense_layers > 0,
+        "recompute.ffn_chunks = {c.config.recompute.ffn_chunks}: all blocks of the model have "
+        'experts, which chunks do not change; use recompute.modules = ["ffn.experts"], or leave '
+        "the key out",
+    ),
+    Rule(
+        "recompute.ffn_chunks train.seq_len parallel.cp parallel.tp",
+        lambda c: c.config.recompute.ffn_chunks <= _own_tokens(c),
+        lambda c: (
+            f"recompute.ffn_chunks = {c.config.recompute.ffn_chunks} is more than the "
+            f"{_own_tokens(c)} tokens of a sequence on a rank (train.seq_len / (parallel.cp x "
+            "parallel.tp)); use at most that many"
+        ),
+    ),
     Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
         finds_none(_heads_over_cp),
@@ -704,6 +727,17 @@ def _without_gpus(run: MachineCandidate) -> Iterator[str]:
         yield f"{key} = {value!r} needs GPUs; this machine has none"
 
 
+def _marks_nothing(run: MachineCandidate) -> Iterator[str]:
+    """Yield an error if neither Nsight Systems nor a profile can show the marks of modules."""
+    metrics = run.config.metrics
+    if metrics.nvtx and run.device.type != "cuda" and not metrics.profile_start:
+        yield (
+            "metrics.nvtx = true has no effect: this machine has no GPUs, and "
+            "metrics.profile_start = 0 records no profile; set metrics.profile_start, or leave "
+            "metrics.nvtx out"
+        )
+
+
 def check_dispatcher(run: MachineCandidate) -> None:
     """Raise ConfigError if this machine does not support the dispatcher."""
     if run.parallel.dispatcher == "deepep":
@@ -727,6 +761,7 @@ def _without_fla(run: MachineCandidate) -> Iterator[str]:
 
 MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule(_ON_GPUS, finds_none(_without_gpus)),
+    Rule("metrics.nvtx metrics.profile_start", finds_none(_marks_nothing)),
     Rule("model.override", finds_none(_without_fla)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),

@@ -198,6 +198,8 @@ class Case:
     def rounds_alike(self) -> bool:
         """Whether float8 rounds as in one process: it shares scales, or no tensor is split."""
         recipe, parallel = self.float8.recipe, self.parallel
+        if self.recompute.ffn_chunks > 1 and recipe in ("tensorwise", "blockwise"):
+            return False  # scales of a chunk
         if self.float8.experts and parallel.etp > 1:
             return False
         return not recipe or RECIPES[recipe].shares_scales or parallel.tp == parallel.cp == 1
@@ -295,6 +297,7 @@ def rows_of(case: Case) -> dict[str, set[str]]:
         "recipe": {case.float8.recipe},
         "recompute": {case.recompute.mode},
         "recompute.modules": set(case.recompute.modules),
+        "recompute.ffn_chunks": {"chunks"} if case.recompute.ffn_chunks > 1 else set(),
         "packing": {case.packing},
         "optimizer": {case.optimizer},
         "lora": {"lora"} if case.lora.rank else set(),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dtron.config import Compile, CpMethod, Parallel, Recompute
+from dtron.config import Compile, CpMethod, Lora, Parallel, Recompute
 from dtron.data.best_fit_packing import PACKERS
 from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedule_ops import Kind
@@ -474,6 +474,14 @@ SPECIAL = [
     ),
     Case("mixtral", 2, Parallel(ep=2), Recompute(mode="full", modules=["ffn.experts"])),
     Case("qwen3", 2, Parallel(cp=2), Recompute(mode="attention", modules=["attn", "ffn"])),
+    Case("gpt", 2, Parallel(tp=2), Recompute(mode="attention", ffn_chunks=3), override=DROPPED),
+    Case("qwen3", 2, Parallel(cp=2), Recompute(ffn_chunks=3, offload=True), documents=True),
+    Case("llama", 4, Parallel(pp=2, tp=2), Recompute(mode="full", ffn_chunks=2), EAGER),
+    Case("llama", 2, Parallel(pp=2, schedule=V), Recompute(mode="attention", ffn_chunks=3), EAGER),
+    Case("llama", 2, Parallel(zero=1, **IN_MATMUL), Recompute(ffn_chunks=3), EAGER),
+    Case("llama", 2, Parallel(tp=2, async_tp=True), Recompute(ffn_chunks=2), lora=Lora(rank=4)),
+    Case("qwen3_5", 2, Parallel(tp=2), Recompute(mode="full", modules=["delta"], ffn_chunks=3)),
+    Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full", ffn_chunks=3)),
     Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="attention"), compile=EAGER),
     Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),
     Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), Recompute(mode="attention")),
@@ -673,6 +681,9 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, override=WIDE_HEADS | ONE),
     float8("tensorwise", 4, Parallel(tp=2), override=WIDE_HEADS | ONE, float8=GATHERS),
     float8("rowwise", 2, Parallel(tp=2), override=WIDE_HEADS | ONE, dtype="float32"),
+    # scales of each chunk of a feed-forward, or of each token
+    float8("tensorwise", 2, Parallel(tp=2), recompute=Recompute(ffn_chunks=2)),
+    float8("rowwise", 2, Parallel(), recompute=Recompute(ffn_chunks=2), dtype="float32"),
     # scales of earlier steps
     float8("tensorwise", 2, Parallel(dp_replicate=2), **DELAYED, recompute=FULL, sequences=8),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),

@@ -27,7 +27,7 @@ from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
 from dtron.models import decoder, gated_delta_net
-from dtron.parallelisms import apply, gradients
+from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
 from dtron.parallelisms.context.apply import Context
@@ -319,6 +319,29 @@ def micro_batches_exchanged() -> None:
 def scales_of_ones_own() -> None:
     """Ranks that hold parts of a tensor each scale by their own part."""
     scales.shared = lambda amax, _groups: amax
+
+
+def chunk_without_gradient() -> None:
+    """The last chunk of tokens adds nothing to the gradients of the feed-forward."""
+    in_chunks = recompute._in_chunks
+
+    def planted(call: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+        out = in_chunks(call, n_chunks, keep_rng, x)
+        (*others, last) = out.chunk(n_chunks, dim=1)
+        return torch.cat([*others, last.detach()], dim=1)
+
+    recompute._in_chunks = planted
+
+
+def chunks_of_gathered_tokens() -> None:
+    """Chunks are cut from the tokens of all tp ranks, so that each rank gets tokens of others."""
+    in_chunks = recompute._in_chunks
+
+    def planted(call: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+        out = in_chunks(call, n_chunks, keep_rng, x)
+        return out.unflatten(1, (n_chunks, -1)).transpose(1, 2).flatten(1, 2)
+
+    recompute._in_chunks = planted
 
 
 def block_scales_of_ones_own() -> None:
@@ -672,6 +695,10 @@ EVERYTHING = r"gradient .*"
 BEFORE_HEAD = r"gradient (?!head).*"
 BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
 ALSO_LOSS = r"loss 0|gradient .*"
+FFN_CHUNKS = [
+    replace(TP, recompute=Recompute(ffn_chunks=2)),
+    Case("llama", 2, recompute=Recompute(mode="full", ffn_chunks=2), sequences=2),
+]
 
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
@@ -716,6 +743,8 @@ BUGS = [
     Bug(padding_routed, PACKED, ALSO_LOSS),
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
+    *[Bug(chunk_without_gradient, case, BEFORE_HEAD) for case in FFN_CHUNKS],
+    Bug(chunks_of_gathered_tokens, FFN_CHUNKS[0], ALSO_LOSS),
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
     Bug(block_scales_of_ones_own, BLOCKS8, ALSO_LOSS),
     Bug(token_scales_of_ones_own, LATENT8, ALSO_LOSS),

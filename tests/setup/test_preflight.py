@@ -270,6 +270,14 @@ def test_offload_needs_gpus() -> None:
         preflight(run, Place(rank=0, local_rank=0, world_size=1))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_marks_of_modules_need_gpus_or_a_profile() -> None:
+    place = Place(rank=0, local_rank=0, world_size=1)
+    with pytest.raises(ConfigError, match=r"metrics.nvtx = true has no effect: .* no GPUs"):
+        preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True}}), place)
+    preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True, "profile_start": 2}}), place)
+
+
 def test_a_start_names_all_that_is_wrong_at_once() -> None:
     """Of ranks, settings, the machine, the model and float8: once each, a line each."""
     sections = {
