@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
@@ -46,7 +47,12 @@ from dtron.parallelisms.initialize import (
 )
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
-from dtron.parallelisms.pipeline.accumulate import Accumulation, Execution
+from dtron.parallelisms.pipeline.accumulate import (
+    Accumulation,
+    Execution,
+    OverlappedAccumulation,
+)
+from dtron.parallelisms.pipeline.block_overlap import BlockOverlap
 from dtron.parallelisms.pipeline.executor import Layout, Pipeline
 from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, accumulate_in_matmuls, defer
 from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
@@ -158,6 +164,8 @@ class Applied:
     """Activation offload; None if it is off."""
     dispatcher: Dispatcher | None
     """Sends tokens to experts on other ranks; None if all experts are local."""
+    overlap: BlockOverlap | None
+    """Runs two micro-batches together; None without `parallel.overlap_micro_batches`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) of this rank's stages.
@@ -208,7 +216,10 @@ def build_execution(
     """Return a Pipeline if there is a layout of stages, else an Accumulation."""
     if layout is not None:
         return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
-    return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
+    model, device = applied.parts[0], torch.device(mesh.device_type)
+    if applied.overlap is not None:
+        return OverlappedAccumulation(model, policy, device, applied.overlap)
+    return Accumulation(model, policy, device)
 
 
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
@@ -262,6 +273,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         loss_in_head=passes.loss is not None,
         offload=offload,
         dispatcher=selection.dispatcher,
+        overlap=_overlap(parts, selection, mesh) if passes.parallel.overlap_micro_batches else None,
     )
 
 
@@ -282,7 +294,7 @@ class _Selection:
     units: list[list[str]]
     """FQNs of the modules of each FSDP unit."""
     blocks: list[str]
-    """FQNs of the blocks to recompute, compile and offload, in order."""
+    """FQNs of the blocks to recompute, compile, offload and overlap, in order."""
     cores: list[str]
     """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
     recurrent: list[str]
@@ -359,6 +371,27 @@ def _apply_to_stage(
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, selection.padded)
     return _StageResult(len(units), recomputed, compiled, deferred)
+
+
+def _overlap(
+    parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh
+) -> BlockOverlap | None:
+    """Return what runs two micro-batches together, after all other passes; a collective.
+
+    Blocks of multi-token prediction are not cut off: they run with the head.
+    """
+    if selection.dispatcher is None:
+        return None
+    groups = [mesh.expert_group(0), mesh.expert_group(1)]
+    blocks = [
+        module
+        for part in parts.values()
+        for name, module in present(dict(part.named_modules())).items()
+        if name in selection.blocks and not getattr(module, "in_training_alone", False)
+    ]
+    roots = [part for part in parts.values() if isinstance(part, FSDPModule)]
+    device = torch.device(mesh.device_type)
+    return BlockOverlap(roots, blocks, selection.dispatcher, groups, device)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
@@ -456,9 +489,10 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _block_names(model: nn.Module, passes: Passes) -> list[str]:
-    """Return FQNs of the blocks to recompute, compile or offload; empty if all three are off."""
-    recompute = passes.recompute
-    if recompute.mode == "none" and not recompute.offload and not passes.compile.enable:
+    """Return FQNs of the blocks to recompute, compile, offload or overlap; empty if all are off."""
+    recompute, overlaps = passes.recompute, passes.parallel.overlap_micro_batches
+    uses = (recompute.mode != "none", recompute.offload, passes.compile.enable, overlaps)
+    if not any(uses):
         return []
     blocks = select(model, _block_pattern(passes.units, passes.blocks))
     chosen = [block for i, block in enumerate(blocks.values()) if recompute.acts_on(i)]

@@ -4,6 +4,8 @@
     gradient_sums           the sums over micro-batches, for matmuls that add to them
     accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
     reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
+    part_of_backward        run a backward in several calls of autograd, `end_backward` after the last
+    accumulate_on           the CUDA stream on which autograd adds gradients of parameters
     bypass_reduction        skip the reduction for parameters that are not sharded
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
@@ -12,9 +14,10 @@ torch 2.11 and 2.13 keep the sum over micro-batches in a separate attribute, in 
 reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the dtype of its
 `grad_dtype`. `_sums_are_separate` distinguishes the two.
 
-Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root` and
-`_root_post_backward_final_callback` of FSDP's state, and `Tensor._post_accumulate_grad_hooks`.
-Without an underscore but undocumented: reduce_dtype, param_dtype, fsdp_params, post_backward and
+Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root`,
+`_state_ctx`, `_training_state` and `_root_post_backward_final_callback` of FSDP's state, and
+`Tensor._post_accumulate_grad_hooks`. Without an underscore but undocumented: all_states and
+post_backward_final_callback_queued of the state's context; reduce_dtype, param_dtype, fsdp_params, post_backward and
 reduce_grads of a parameter group; sharded_param, unsharded_param, unsharded_grad_data,
 unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and all_gather_outputs of its parameters, and
 before torch 2.15 unsharded_accumulated_grad, unsharded_accumulated_grad_data,
@@ -182,6 +185,60 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
     for group in reversed(parameter_groups(module)):
         group.post_backward()
     _state(module)._root_post_backward_final_callback()
+
+
+@contextmanager
+def part_of_backward(root: FSDPModule) -> Iterator[None]:
+    """Context manager: an autograd call inside it is a part of a backward.
+
+    FSDP would otherwise take the end of each call for the end of the backward, and would not gather
+    or reduce in a forward that runs between two parts. Call `end_backward` after the last part.
+
+    Args:
+        root: the root FSDP unit, after its first forward.
+    """
+    context = _state(root)._state_ctx
+    states = [(state, state._training_state) for state in context.all_states]
+    context.post_backward_final_callback_queued = True
+    try:
+        yield
+    finally:
+        context.post_backward_final_callback_queued = False
+        for state, before in states:
+            state._training_state = before
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Do what FSDP does at the end of a backward; see `part_of_backward`."""
+    _state(root)._root_post_backward_final_callback()
+
+
+def accumulate_on(root: FSDPModule, stream: torch.cuda.Stream) -> list[Any]:
+    """Make autograd add gradients of gathered parameters on `stream`, and FSDP wait for them.
+
+    Autograd adds a gradient on the stream that was current when the parameter was first used, as
+    long as any graph uses it. With micro-batches on two streams that is the stream of either, which
+    would wait for the other. FSDP reads gradients on the current stream without a wait.
+
+    Args:
+        root: the root FSDP unit, between two steps.
+    Returns:
+        Autograd nodes to keep as long as gradients are added on this stream; empty if a parameter
+        has not been gathered yet, which the first forward does.
+    """
+    groups = parameter_groups(root)
+    trained = [p for g in groups for p in g.fsdp_params if p.sharded_param.requires_grad]
+    if not all(map(_is_unsharded, trained)):
+        return []
+    for group in groups:
+        group.post_backward = functools.partial(_wait_and_call, stream, group.post_backward)
+    with torch.cuda.stream(stream):
+        return [torch.autograd.graph.get_gradient_edge(p.unsharded_param).node for p in trained]
+
+
+def _wait_and_call(stream: torch.cuda.Stream, post_backward: Callable[[], None], *_: Any) -> None:
+    torch.cuda.current_stream().wait_stream(stream)
+    post_backward()
 
 
 def bypass_reduction(unit: FSDPModule) -> None:
