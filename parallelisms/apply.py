@@ -215,7 +215,7 @@ def build_execution(
 ) -> Execution:
     """Return a Pipeline if there is a layout of stages, else an Accumulation."""
     if layout is not None:
-        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
+        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred, applied.overlap)
     model, device = applied.parts[0], torch.device(mesh.device_type)
     if applied.overlap is not None:
         return OverlappedAccumulation(model, policy, device, applied.overlap)
@@ -375,13 +375,13 @@ def _apply_to_stage(
 
 def _overlap(
     parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh
-) -> BlockOverlap | None:
+) -> BlockOverlap:
     """Return what runs two micro-batches together, after all other passes; a collective.
 
     Blocks of multi-token prediction are not cut off: they run with the head.
     """
     if selection.dispatcher is None:
-        return None
+        raise ConfigError("parallel.overlap_micro_batches needs ep x etp > 1; use false")
     groups = [mesh.expert_group(0), mesh.expert_group(1)]
     blocks = [
         module

@@ -213,7 +213,7 @@ def end_backward(root: FSDPModule) -> None:
     _state(root)._root_post_backward_final_callback()
 
 
-def accumulate_on(root: FSDPModule, stream: torch.cuda.Stream) -> list[Any]:
+def accumulate_on(root: FSDPModule, stream: torch.cuda.Stream) -> list[Any] | None:
     """Make autograd add gradients of gathered parameters on `stream`, and FSDP wait for them.
 
     Autograd adds a gradient on the stream that was current when the parameter was first used, as
@@ -223,13 +223,13 @@ def accumulate_on(root: FSDPModule, stream: torch.cuda.Stream) -> list[Any]:
     Args:
         root: the root FSDP unit, between two steps.
     Returns:
-        Autograd nodes to keep as long as gradients are added on this stream; empty if a parameter
+        Autograd nodes to keep as long as gradients are added on this stream; None if a parameter
         has not been gathered yet, which the first forward does.
     """
     groups = parameter_groups(root)
     trained = [p for g in groups for p in g.fsdp_params if p.sharded_param.requires_grad]
     if not all(map(_is_unsharded, trained)):
-        return []
+        return None
     for group in groups:
         group.post_backward = functools.partial(_wait_and_call, stream, group.post_backward)
     with torch.cuda.stream(stream):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
-from dtron.parallelisms.fsdp.torch_internals import end_backward
 from dtron.parallelisms.pipeline.block_overlap import BlockOverlap, Tape
 
 MicroBatch = tuple[Tensor, Mapping[str, Any]]
@@ -81,20 +80,19 @@ class OverlappedAccumulation(Accumulation):
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of losses, a scalar."""
-        if not self.overlap.begin_step():
-            return super().train(micro_batches, loss)
+        together = self.overlap.begin_step()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         previous: Tape | None = None
         for i, (x, others) in enumerate(micro_batches):
             begin_micro_batch(self.model, self.policy, last=False)
-            with self.overlap.forward(self.model, previous) as tape:
+            if previous is not None and not together:
+                self.overlap.backward(previous)
+                previous = None
+            with self.overlap.forward(self.model, i % 2, previous) as tape:
                 tape.end = loss(self.model(x, **others), i)
                 total += tape.end.detach()  # in place: memory of one lane, used in both
-            if previous is not None:
-                end_backward(self.model)
             previous = tape
         assert previous is not None, "a step has micro-batches"
         begin_micro_batch(self.model, self.policy, last=True)
         self.overlap.backward(previous)
-        end_backward(self.model)
         return total

@@ -4,8 +4,8 @@ The forward of a micro-batch and the backward of an earlier one run together. Th
 block of the backward, then one block of the forward, and so on, on two CUDA streams. While the GPU
 waits in one micro-batch for tokens that travel to or from their experts, it computes the other one:
 
-    lane 0    backward of 7 | block 3         | block 2         | block 1         | block 0
-    lane 1    forward of 8  |         block 0 |         block 1 |         block 2 |         block 3
+    lane 0   backward of 7   head, block 3           block 2           block 1           block 0
+    lane 1   forward of 8                   block 0           block 1           block 2   ...
 
 A `Tape` is the graph of a micro-batch, cut at the input of each block, so that `torch.autograd` can
 run the backward of one block at a time. A forward pre-hook of each block runs a part of the other
@@ -32,7 +32,7 @@ expert communication, which cuts at operators instead and has one stream for com
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,9 @@ class BlockOverlap:
             streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
             self._adds = torch.cuda.Stream(device)
         self.lanes = [Lane(*each) for each in zip(groups, streams, strict=True)]
-        self._adders: dict[FSDPModule, list[Any]] = {}
+        self._adders: dict[FSDPModule, list[Any] | None] = {}
+        self._lane = 0
+        """The lane in which work is issued."""
         self._forward: Tape | None = None
         self._backward: Tape | None = None
         for block in blocks:  # a compiled block calls the hook, but does not trace it
@@ -135,48 +137,58 @@ class BlockOverlap:
             block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def begin_step(self) -> bool:
-        """Prepare a step; return whether its micro-batches may overlap.
+        """Prepare a step; return whether its micro-batches may run together.
 
-        On GPUs they may not before the first forward, which makes the gathered parameters.
+        On GPUs they may not in the first step, whose forward makes the gathered parameters.
         """
         if self._adds is None:
             return True
         for root in self.roots:
-            if not self._adders.get(root):
+            if self._adders.get(root) is None:
                 self._adders[root] = accumulate_on(root, self._adds)
-        return all(self._adders.values())
+        # Autograd would warn that gradients are added on another stream than that of the backward.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        return None not in self._adders.values()
 
     @contextmanager
-    def forward(self, root: FSDPModule, backward: Tape | None) -> Iterator[Tape]:
-        """Context manager: a forward inside it records its graph, and runs a backward block by block.
-
-        At exit, all of the backward has run, but for FSDP's end (`end_backward`).
+    def forward(
+        self, root: FSDPModule, lane: int = 0, backward: Tape | None = None
+    ) -> Iterator[Tape]:
+        """Context manager: the forward inside it records its graph, and alternates with a backward.
 
         Args:
             root: the model or stage whose forward runs.
-            backward: the graph of another micro-batch, whose `end` is set; None: none, as in the
-                first forward of a step.
+            lane: index of a lane, not that of `backward`.
+            backward: the graph of another micro-batch, whose `end` is set; None: none.
         """
-        tape = Tape(root, 0 if backward is None else 1 - backward.lane)
+        assert backward is None or backward.lane != lane, "one micro-batch per lane"
+        # A gradient from another lane, whose memory must not be used again before the lanes join.
+        held = None if backward is None else backward.gradient
+        tape = Tape(root, lane)
         self._join()
         self._forward, self._backward = tape, backward
         try:
-            self._run_part()  # head and loss, so that then blocks alternate with blocks
-            with self._in_lane(tape.lane):
+            with self._in_lane(lane):
                 yield tape
             while self._run_part():
                 pass
         finally:
             self._forward = self._backward = None
         self._join()
+        del held
+        if backward is not None:
+            end_backward(backward.root)
 
     def backward(self, tape: Tape) -> None:
-        """Run a backward alone, in its lane, but for FSDP's end."""
+        """Run a backward alone, in its lane."""
+        held = tape.gradient
         self._join()
         with self._in_lane(tape.lane):
             while tape.parts:
                 tape.run_part()
         self._join()
+        del held
+        end_backward(tape.root)
 
     def _before_block(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -203,14 +215,18 @@ class BlockOverlap:
 
     @contextmanager
     def _in_lane(self, index: int) -> Iterator[None]:
-        """Context manager: issue work in a lane."""
-        lane, before = self.lanes[index], self.dispatcher.group
-        with ExitStack() as stack:
-            if lane.stream is not None:
-                stack.enter_context(torch.cuda.stream(lane.stream))
-            self.dispatcher.use_group(lane.group)
-            stack.callback(self.dispatcher.use_group, before)
-            yield
+        """Context manager: issue work in a lane, and after it in the lane of before."""
+        before, stream = self._lane, self.lanes[index].stream
+        self._use_lane(index)
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                yield
+        finally:
+            self._use_lane(before)
+
+    def _use_lane(self, index: int) -> None:
+        self._lane = index
+        self.dispatcher.use_group(self.lanes[index].group)
 
     def _join(self) -> None:
         """Make each lane wait for all that was issued in the other."""
