@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
@@ -373,9 +372,7 @@ def _apply_to_stage(
     return _StageResult(len(units), recomputed, compiled, deferred)
 
 
-def _overlap(
-    parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh
-) -> BlockOverlap:
+def _overlap(parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh) -> BlockOverlap:
     """Return what runs two micro-batches together, after all other passes; a collective.
 
     Blocks of multi-token prediction are not cut off: they run with the head.
@@ -389,9 +386,8 @@ def _overlap(
         for name, module in present(dict(part.named_modules())).items()
         if name in selection.blocks and not getattr(module, "in_training_alone", False)
     ]
-    roots = [part for part in parts.values() if isinstance(part, FSDPModule)]
     device = torch.device(mesh.device_type)
-    return BlockOverlap(roots, blocks, selection.dispatcher, groups, device)
+    return BlockOverlap(parts.values(), blocks, selection.dispatcher, groups, device)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:

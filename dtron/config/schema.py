@@ -204,10 +204,10 @@ class Parallel(Section):
     the steps; ep_capacity = ep is always enough."""
     overlap_micro_batches: bool = False
     """With ep or etp > 1 and several micro-batches, run the forward of a micro-batch together with
-    the backward of another, so that tokens travel to and from experts while the GPU computes.
-    Needs memory for the activations of two micro-batches. Parameters must stay gathered and
-    gradients be reduced once per step (zero = 1, or zero = 2 with `reduce = "step"`). In a pipeline,
-    for `schedule = "DualPipeV"`."""
+    the backward of another, so that dispatch and combine overlap with computation. Takes the memory
+    of two micro-batches' activations. Parameters must stay gathered and gradients be reduced once
+    per step: zero = 1, or zero = 2 with `reduce = "step"`. In a pipeline only with `schedule =
+    "DualPipeV"`."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are

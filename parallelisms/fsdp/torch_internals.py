@@ -4,7 +4,7 @@
     gradient_sums           the sums over micro-batches, for matmuls that add to them
     accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
     reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
-    part_of_backward        run a backward in several calls of autograd, `end_backward` after the last
+    part_of_backward        run a backward in several calls of autograd; `end_backward` ends it
     accumulate_on           the CUDA stream on which autograd adds gradients of parameters
     bypass_reduction        skip the reduction for parameters that are not sharded
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
@@ -15,19 +15,19 @@ reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the d
 `grad_dtype`. `_sums_are_separate` distinguishes the two.
 
 Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root`,
-`_state_ctx`, `_training_state` and `_root_post_backward_final_callback` of FSDP's state, and
-`Tensor._post_accumulate_grad_hooks`. Without an underscore but undocumented: all_states and
-post_backward_final_callback_queued of the state's context; reduce_dtype, param_dtype, fsdp_params, post_backward and
-reduce_grads of a parameter group; sharded_param, unsharded_param, unsharded_grad_data,
-unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and all_gather_outputs of its parameters, and
-before torch 2.15 unsharded_accumulated_grad, unsharded_accumulated_grad_data,
-accumulate_unsharded_grad_if_needed and to_accumulated_grad_if_needed.
+`_training_state` and `_root_post_backward_final_callback` of FSDP's state, and
+`Tensor._post_accumulate_grad_hooks`. Without an underscore but undocumented: reduce_dtype,
+param_dtype, fsdp_params, post_backward and reduce_grads of a parameter group; sharded_param,
+unsharded_param, unsharded_grad_data, unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and
+all_gather_outputs of its parameters, and before torch 2.15 unsharded_accumulated_grad,
+unsharded_accumulated_grad_data, accumulate_unsharded_grad_if_needed and
+to_accumulated_grad_if_needed.
 
 Source: torch.distributed.fsdp._fully_shard.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,25 +187,36 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
     _state(module)._root_post_backward_final_callback()
 
 
+def fsdp_units(root: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units in a module, one module of each; the root unit is the first."""
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    return list({_state(unit): unit for unit in units}.values())
+
+
 @contextmanager
-def part_of_backward(root: FSDPModule) -> Iterator[None]:
+def part_of_backward(units: Sequence[FSDPModule]) -> Iterator[None]:
     """Context manager: an autograd call inside it is a part of a backward.
 
-    FSDP would otherwise take the end of each call for the end of the backward, and would not gather
-    or reduce in a forward that runs between two parts. Call `end_backward` after the last part.
+    FSDP would otherwise take the end of each call for the end of the backward, and would not
+    register its hooks in a forward that runs between two parts. Call `end_backward` after the last.
 
     Args:
-        root: the root FSDP unit, after its first forward.
+        units: result of `fsdp_units`.
     """
-    context = _state(root)._state_ctx
-    states = [(state, state._training_state) for state in context.all_states]
-    context.post_backward_final_callback_queued = True
+    states = [(state, state._training_state) for state in map(_state, units)]
+    for state, _ in states:
+        # FSDP calls it at the end of a backward; at its first hook it stores which.
+        state._root_post_backward_final_callback = _do_nothing
     try:
         yield
     finally:
-        context.post_backward_final_callback_queued = False
         for state, before in states:
+            del state._root_post_backward_final_callback
             state._training_state = before
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def end_backward(root: FSDPModule) -> None:
@@ -213,7 +224,7 @@ def end_backward(root: FSDPModule) -> None:
     _state(root)._root_post_backward_final_callback()
 
 
-def accumulate_on(root: FSDPModule, stream: torch.cuda.Stream) -> list[Any] | None:
+def accumulate_on(root: nn.Module, stream: torch.cuda.Stream) -> list[Any] | None:
     """Make autograd add gradients of gathered parameters on `stream`, and FSDP wait for them.
 
     Autograd adds a gradient on the stream that was current when the parameter was first used, as

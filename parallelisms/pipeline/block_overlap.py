@@ -44,7 +44,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtron.errors import ConfigError
 from dtron.parallelisms.expert.dispatcher import Dispatcher
-from dtron.parallelisms.fsdp.torch_internals import accumulate_on, end_backward, part_of_backward
+from dtron.parallelisms.fsdp.torch_internals import (
+    accumulate_on,
+    end_backward,
+    fsdp_units,
+    part_of_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,11 @@ class Tape:
     """The graph of one micro-batch in one model or pipeline stage, cut at the inputs of blocks.
 
     Args:
-        root: FSDP unit of the model or stage.
+        units: FSDP units of the model or stage; the first one is the root.
         lane: index of its lane.
     """
 
-    root: FSDPModule
+    units: Sequence[FSDPModule]
     lane: int
     end: Tensor | GradientEdge | None = None
     """Where the next part of the backward starts; None before the backward, and after it."""
@@ -92,7 +97,7 @@ class Tape:
     def run_part(self) -> None:
         """Run the backward from the end of the graph to the last cut, which becomes the end."""
         end, gradient, self.end, self.gradient = self.end, self.gradient, None, None
-        with part_of_backward(self.root):
+        with part_of_backward(self.units):
             torch.autograd.backward([end], [gradient])  # type: ignore[list-item]
         del end, gradient
         if self.cuts:
@@ -105,7 +110,7 @@ class BlockOverlap:
     """Runs a forward together with a backward, block by block; see the module's docstring.
 
     Args:
-        roots: FSDP units of the model or of this rank's pipeline stages.
+        roots: the model, or this rank's pipeline stages, after `fully_shard`.
         blocks: their blocks, at whose inputs graphs are cut.
         dispatcher: sends tokens to experts.
         groups: two process groups of the dispatcher's ranks.
@@ -113,13 +118,14 @@ class BlockOverlap:
 
     def __init__(
         self,
-        roots: Iterable[FSDPModule],
+        roots: Iterable[nn.Module],
         blocks: Iterable[nn.Module],
         dispatcher: Dispatcher,
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
     ) -> None:
-        self.roots, self.dispatcher = list(roots), dispatcher
+        self.dispatcher = dispatcher
+        self._units = {root: fsdp_units(root) for root in roots}
         streams: list[torch.cuda.Stream | None] = [None, None]
         self._adds: torch.cuda.Stream | None = None
         """The stream on which autograd adds gradients of parameters."""
@@ -127,13 +133,13 @@ class BlockOverlap:
             streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
             self._adds = torch.cuda.Stream(device)
         self.lanes = [Lane(*each) for each in zip(groups, streams, strict=True)]
-        self._adders: dict[FSDPModule, list[Any] | None] = {}
+        self._adders: dict[nn.Module, list[Any] | None] = {}
         self._lane = 0
         """The lane in which work is issued."""
         self._forward: Tape | None = None
         self._backward: Tape | None = None
         for block in blocks:  # a compiled block calls the hook, but does not trace it
-            hook = torch.compiler.disable(self._before_block)
+            hook: Any = torch.compiler.disable(self._before_block)
             block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def begin_step(self) -> bool:
@@ -143,7 +149,7 @@ class BlockOverlap:
         """
         if self._adds is None:
             return True
-        for root in self.roots:
+        for root in self._units:
             if self._adders.get(root) is None:
                 self._adders[root] = accumulate_on(root, self._adds)
         # Autograd would warn that gradients are added on another stream than that of the backward.
@@ -152,7 +158,7 @@ class BlockOverlap:
 
     @contextmanager
     def forward(
-        self, root: FSDPModule, lane: int = 0, backward: Tape | None = None
+        self, root: nn.Module, lane: int = 0, backward: Tape | None = None
     ) -> Iterator[Tape]:
         """Context manager: the forward inside it records its graph, and alternates with a backward.
 
@@ -164,7 +170,7 @@ class BlockOverlap:
         assert backward is None or backward.lane != lane, "one micro-batch per lane"
         # A gradient from another lane, whose memory must not be used again before the lanes join.
         held = None if backward is None else backward.gradient
-        tape = Tape(root, lane)
+        tape = Tape(self._units[root], lane)
         self._join()
         self._forward, self._backward = tape, backward
         try:
@@ -177,7 +183,7 @@ class BlockOverlap:
         self._join()
         del held
         if backward is not None:
-            end_backward(backward.root)
+            end_backward(backward.units[0])
 
     def backward(self, tape: Tape) -> None:
         """Run a backward alone, in its lane."""
@@ -188,7 +194,7 @@ class BlockOverlap:
                 tape.run_part()
         self._join()
         del held
-        end_backward(tape.root)
+        end_backward(tape.units[0])
 
     def _before_block(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

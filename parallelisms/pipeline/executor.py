@@ -205,9 +205,7 @@ class Pipeline:
 
     # -- computing --------------------------------------------------------------------------
 
-    def _pair(
-        self, state: _PassState, forward: Action, backward: Action, at_once: bool
-    ) -> None:
+    def _pair(self, state: _PassState, forward: Action, backward: Action, at_once: bool) -> None:
         """Run a forward and a backward of another micro-batch, in different lanes.
 
         Args:
@@ -227,7 +225,7 @@ class Pipeline:
         if self.overlap is None or not state.train:
             self._compute(state, key)
             return
-        with self.overlap.forward(self._part(key[0]), lane, backward) as state.tapes[key]:
+        with self.overlap.forward(self.parts[key[0]], lane, backward) as state.tapes[key]:
             self._compute(state, key)
 
     def _compute(self, state: _PassState, key: Key) -> None:

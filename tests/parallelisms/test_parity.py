@@ -655,7 +655,11 @@ BLOCKS = {"ffn_dim": 208}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
-EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+EXPERTS8: dict[str, Any] = {
+    "float8": {"experts": True},
+    "override": {"expert_dim": 32, "ffn_dim": 0},
+}
+DEEP8: dict[str, Any] = {**EXPERTS8, "override": {**EXPERTS8["override"], "n_layers": 8}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
@@ -718,7 +722,7 @@ FLOAT8 = [
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # two micro-batches at once
     float8("rowwise", 2, Parallel(**TOGETHER), "mixtral", **EXPERTS8, recompute=FULL, sequences=6),
-    float8("tensorwise", 4, Parallel(**TOGETHER_V), "mixtral", **EXPERTS8),
+    float8("tensorwise", 4, Parallel(**TOGETHER_V), "mixtral", **DEEP8, sequences=8),
     # weight gradients that a schedule defers
     float8("tensorwise", 2, Parallel(pp=2, schedule=V), compile=EAGER, documents=True),
     float8("tensorwise", 2, Parallel(pp=2, schedule=V), dtype="float32"),

@@ -81,9 +81,7 @@ def test_pairs_of_a_pipeline_alternate() -> None:
 def both(case: Case) -> list[bool]:
     """Whether a rank's losses, norms, gradients and parameters are the same, bit by bit, with and
     without overlap."""
-    off = replace(
-        case, parallel=case.parallel.model_copy(update={"overlap_micro_batches": False})
-    )
+    off = replace(case, parallel=case.parallel.model_copy(update={"overlap_micro_batches": False}))
     on, plain = parallel_run(case), parallel_run(off)
     equal = [on["losses"] == plain["losses"], on["norms"] == plain["norms"]]
     for kind in ("gradients", "parameters"):
