@@ -157,6 +157,10 @@ def _not_overlapped(config: "RunConfig") -> Iterator[str]:
             parallel.async_tp,
             "its matmuls share one buffer, for one micro-batch",
         ),
+        'compile.cuda_graphs = "step"': (
+            config.compile.cuda_graphs == "step",
+            "a step is recorded on one stream",
+        ),
         "recompute.offload = true": (
             config.recompute.offload,
             "activations are fetched back in the order of one backward",
@@ -369,7 +373,7 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "parallel.overlap_micro_batches parallel.schedule parallel.dispatcher parallel.async_tp "
-        "recompute.offload float8.scaling",
+        "compile.cuda_graphs recompute.offload float8.scaling",
         lambda c: not c.parallel.overlap_micro_batches or not any(_not_overlapped(c)),
         lambda c: "\n".join(_not_overlapped(c)),
     ),
@@ -416,6 +420,18 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         lambda c: not c.parallel.accumulate_in_matmul or not c.lora.rank,
         "parallel.accumulate_in_matmul with lora.rank = {c.lora.rank}: the weights of large "
         "matmuls are frozen and have no gradient; leave it out",
+    ),
+    Rule(
+        "compile.cuda_graphs float8.report_interval",
+        lambda c: c.compile.cuda_graphs == "off" or not c.float8.report_interval,
+        'compile.cuda_graphs = "step" with float8.report_interval: a step with a report runs '
+        "without compiled blocks, but a CUDA graph repeats one recorded step; leave one out",
+    ),
+    Rule(
+        "compile.cuda_graphs recompute.offload",
+        lambda c: c.compile.cuda_graphs == "off" or not c.recompute.offload,
+        'compile.cuda_graphs = "step" with recompute.offload = true: the host takes and returns '
+        "memory of its pool in each step, which a CUDA graph does not repeat; leave one out",
     ),
     Rule(
         "parallel.async_tp parallel.sequence_parallel",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtron.config import Compile, Parallel, Recompute
+from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import ParallelPlan, Passes, apply_passes
 from dtron.parallelisms.expert.all_to_all import AllToAll
@@ -141,6 +141,9 @@ def _followed(row: Sequence[Action], action: Action) -> bool:
 # -- what is refused ------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"recompute": Recompute(offload=True)}, "in the order of one backward"),
+    ({"compile": Compile(enable=True, cuda_graphs="step")}, "recorded on one stream"),
+    ({"float8": Float8(recipe="tensorwise", scaling="delayed")}, "the same largest values"),
     ({"zero": 3}, "no parameters can be freed and no gradients reduced; use parallel.zero = 1"),
     ({"zero": 2}, "no parameters can be freed and no gradients reduced; use parallel.zero = 1"),
     ({"ep": 1}, "has no effect without parallel.ep > 1"),
@@ -150,11 +153,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=[str(keys) for keys, _ in REFUSED])
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=["-".join(k) for k, _ in REFUSED])
 def test_what_does_not_overlap_is_refused(keys: dict[str, Any], message: str) -> None:
-    parallel = Parallel(**{**TOGETHER.model_dump(exclude_defaults=True), **keys})
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        Case("mixtral", 4, parallel).resolved()
+    settings = {key: value for key, value in keys.items() if key in Parallel.model_fields}
+    parallel = Parallel(**{**TOGETHER.model_dump(exclude_defaults=True), **settings})
+    others = {key: value for key, value in keys.items() if key not in settings}
+    with pytest.raises(ConfigError, match=message):
+        Case("mixtral", 4, parallel, **others).resolved()
 
 
 def test_one_micro_batch_is_refused() -> None:
