@@ -603,7 +603,7 @@ RANKS: tuple[Rule[Candidate], ...] = (
         'in this layout; use "float32", or one micro-batch',
     ),
     Rule(
-        "parallel.overlap_micro_batches train.global_batch train.micro_batch",
+        "parallel.overlap_micro_batches",
         lambda c: c.micro_batches > 1,
         needs="several micro-batches: train.global_batch / (data-parallel ranks x "
         "train.micro_batch) > 1",
