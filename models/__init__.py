@@ -28,6 +28,7 @@ from dtron.models.llama import LLAMA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
 from dtron.models.qwen3_5 import QWEN3_5
+from dtron.models.qwen3_5_moe import QWEN3_5_MOE
 from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
 
@@ -50,7 +51,10 @@ __all__ = [
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
-    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+    for spec in (
+        *(LLAMA, QWEN3, QWEN3_5, GPT),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS),
+    )
 }
 
 

@@ -5,7 +5,7 @@ are properties and are never stored.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,17 @@ from dtron.errors import ConfigError, config_error
 from dtron.models.field_rules import broken_rules
 
 MOST_FACTOR = 1e30
+
+
+class LayerKind(NamedTuple):
+    """Modules of a layer. Layers of one kind differ only in their weights and windows."""
+
+    delta: bool = False
+    """A gated delta net in place of attention."""
+    experts: bool = False
+    """A mixture of experts in place of a dense feed-forward layer."""
+    mtp: bool = False
+    """A block of multi-token prediction."""
 
 
 class DecoderConfig(BaseModel):
@@ -180,8 +191,9 @@ class DecoderConfig(BaseModel):
     capacity_pad: bool = False
     """Pad each expert's input with zeros to its capacity, for static shapes."""
     mtp: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks
-    with experts. Block k = 0, 1, ... predicts the token k + 2 ahead. 0: no MTP."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks,
+    with attention, and with experts if the model has them. Block k = 0, 1, ... predicts the token
+    k + 2 ahead. 0: no MTP."""
     mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)
     """Weight of the mean of the MTP losses."""
     force_balance: bool = False
@@ -223,6 +235,15 @@ class DecoderConfig(BaseModel):
     def n_dense_layers(self) -> int:
         """Number of layers without experts; they precede the layers with experts."""
         return self.n_layers - self.n_expert_layers
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer, then of each MTP block."""
+        layers = (
+            LayerKind(delta, layer >= self.n_dense_layers)
+            for layer, delta in enumerate(self.delta_layers)
+        )
+        return (*layers, *[LayerKind(experts=self.n_experts > 0, mtp=True)] * self.mtp)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ rank, mesh or process group: parallelism is applied from outside, by module name
 The input may also be hidden states instead of tokens. A pipeline stage is a Decoder in which the
 missing modules return their input (`parallelisms/pipeline/stages.py`). Between blocks the sequence
 may be sharded over ranks: no module reads the sequence length from hidden states. Blocks of one
-kind (dense or with experts, with or without a window) differ only in their weights and take only
-tensors, so that torch.compile compiles one graph per kind.
+kind (`LayerKind`, with or without a window) differ only in their weights and take only tensors, so
+that torch.compile compiles one graph per kind.
 
 Multi-token prediction (MTP): with h the hidden states after the last norm and e the embedding of
 the token k + 1 ahead, MTP block k = 0, 1, ... computes
@@ -35,13 +35,14 @@ released weights take e and h.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
@@ -96,22 +97,19 @@ class Block(nn.Module):
 
 
 class DeltaBlock(Block):
-    """Block with a gated delta net in place of attention."""
+    """Block with a gated delta net in place of attention.
+
+    Its `forward` takes `starts` and `order`, arguments of `GatedDeltaNet.forward`, in place of
+    `rope` and `mask`.
+    """
 
     def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
         self.delta = GatedDeltaNet(config)
 
-    def forward(  # type: ignore[override]
+    def _attended(  # type: ignore[override]
         self, x: Tensor, starts: Tensor | None, order: Tensor | None, dropout_keys: Tensor | None
     ) -> Tensor:
-        """Apply the block: (B, T, D) -> (B, T, D).
-
-        Args:
-            x, dropout_keys: arguments of `Block.forward`.
-            starts, order: arguments of `GatedDeltaNet.forward`.
-        """
-        x = x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
 
 
 class ExpertBlock(Block):
@@ -152,7 +150,11 @@ class ExpertBlock(Block):
         return x + self.ffn_drop(h, dropout_keys), counts, losses
 
 
-class MTPBlock(ExpertBlock):
+class DeltaExpertBlock(DeltaBlock, ExpertBlock):
+    """Block with a gated delta net and a mixture of experts."""
+
+
+class MTPBlock(Block):
     """Block of multi-token prediction; see the module's docstring.
 
     Attributes:
@@ -161,8 +163,8 @@ class MTPBlock(ExpertBlock):
 
     in_training_alone = True
 
-    def __init__(self, config: DecoderConfig, backend: Backend):
-        super().__init__(config, backend, config.window)
+    def __init__(self, config: DecoderConfig, backend: Backend, window: int):
+        super().__init__(config, backend, window)
         self.token_norm = norm(config, config.dim)
         self.hidden_norm = norm(config, config.dim)
         self.merge = nn.Linear(2 * config.dim, config.dim, bias=False)
@@ -174,21 +176,37 @@ class MTPBlock(ExpertBlock):
         rope: Tensor | None,
         mask: Mask,
         dropout_keys: Tensor | None,
-        loads: Tensor | None = None,
-        order: Tensor | None = None,
-        real: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge x and `ahead`, then apply `ExpertBlock.forward`.
+        ahead: Tensor,
+        *routed: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Merge x and `ahead`, apply the block, then normalise.
 
         Args:
             x: (B, T, D), normalised.
+            rope, mask, dropout_keys: arguments of `Block.forward`.
             ahead: (B, T, D), embeddings of the tokens k + 1 ahead, for MTP block k.
+            routed: with experts, the further arguments of `ExpertBlock.forward`.
         """
-        assert ahead is not None, "an MTP block needs the tokens ahead"
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
-        x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order, real)
+        out: Any = super().forward(x, rope, mask, dropout_keys, *routed)
+        if isinstance(out, Tensor):
+            return self.norm(out)
+        x, counts, losses = out
         return self.norm(x), counts, losses
+
+
+class MTPExpertBlock(MTPBlock, ExpertBlock):
+    """Block of multi-token prediction with a mixture of experts."""
+
+
+BLOCKS: dict[LayerKind, type[Block]] = {
+    LayerKind(): Block,
+    LayerKind(delta=True): DeltaBlock,
+    LayerKind(experts=True): ExpertBlock,
+    LayerKind(delta=True, experts=True): DeltaExpertBlock,
+    LayerKind(mtp=True): MTPBlock,
+    LayerKind(mtp=True, experts=True): MTPExpertBlock,
+}
 
 
 class Decoder(nn.Module):
@@ -207,14 +225,15 @@ class Decoder(nn.Module):
             nn.Embedding(config.max_seq_len, config.dim) if learned else None
         )
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
+        windows = (*config.windows, *[config.window] * config.mtp)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): self._block(layer)(config, backend, window)
-                for layer, window in enumerate(config.windows)
+                str(layer): BLOCKS[kind](config, backend, window)
+                for layer, (kind, window) in enumerate(
+                    zip(config.layer_kinds, windows, strict=True)
+                )
             }
         )
-        for layer in range(config.n_layers, config.n_layers + config.mtp):
-            self.blocks[str(layer)] = MTPBlock(config, backend)
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
@@ -222,11 +241,6 @@ class Decoder(nn.Module):
         if config.mtp:
             self.mtp_embed = nn.Embedding(config.vocab_size, config.dim)
             self.mtp_embed.weight = self.embed.weight
-
-    def _block(self, layer: int) -> type[Block]:
-        if self.config.delta_layers[layer]:
-            return DeltaBlock
-        return Block if layer < self.config.n_dense_layers else ExpertBlock
 
     def forward(
         self,
@@ -273,12 +287,12 @@ class Decoder(nn.Module):
         predictions = []
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
-            if isinstance(block, DeltaBlock):
-                x = block(x, starts, order, keys)
-            elif int(layer) < self.config.n_layers:
-                x = self._through(block, x, rope, mask, keys, routed)
-            elif isinstance(block, MTPBlock):  # on the last stage
+            if isinstance(block, MTPBlock):
                 predictions.append((block, keys))
+            elif isinstance(block, DeltaBlock):
+                x = self._through(block, routed, x, starts, order, keys)
+            else:
+                x = self._through(block, routed, x, rope, mask, keys)
         x = self.norm(x)
         if mtp_tokens is None or not predictions:
             return self.head(x) if labels is None else self.head(x, labels=labels)
@@ -286,27 +300,21 @@ class Decoder(nn.Module):
         ahead = self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
         hidden = [x]
         for (block, keys), e in zip(predictions, ahead, strict=True):
-            hidden.append(self._through(block, hidden[-1], rope, mask, keys, routed, e))
+            hidden.append(self._through(block, routed, hidden[-1], rope, mask, keys, e))
         if labels is None:
             return self.head(torch.cat(hidden)).chunk(len(hidden))
         labels = labels.movedim(-1, 0).flatten(0, 1)
         return self.head(torch.cat(hidden), labels=labels, weights=loss_weights)
 
     def _through(
-        self,
-        block: nn.Module,
-        x: Tensor,
-        rope: Tensor | None,
-        mask: Mask,
-        keys: Tensor | None,
-        routed: tuple[Tensor | None, Tensor | None],
-        *ahead: Tensor,
+        self, block: nn.Module, routed: tuple[Tensor | None, Tensor | None], *inputs: Any
     ) -> Tensor:
+        """Apply a block. One with experts also gets loads and `routed`, and is recorded."""
         if not isinstance(block, ExpertBlock):
-            return block(x, rope, mask, keys)
+            return block(*inputs)
         assert isinstance(block.ffn, MoE)
         router = block.ffn.router
-        x, counts, losses = block(x, rope, mask, keys, router.loads(), *routed, *ahead)
+        x, counts, losses = block(*inputs, router.loads(), *routed)
         if self.training and torch.is_grad_enabled():
             router.record(counts, losses)
         return x

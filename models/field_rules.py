@@ -115,7 +115,7 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
             f"full_attention_every = {config.full_attention_every} {why} 2 to n_layers = "
             f"{config.n_layers}, since a model needs a layer with full attention"
         )
-    for key, value in {"window": 0, "kv_lora_rank": 0, "n_experts": 0, "bias": False}.items():
+    for key, value in {"window": 0, "kv_lora_rank": 0, "bias": False}.items():
         if getattr(config, key) != value:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
@@ -202,7 +202,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "delta_key_heads delta_value_heads delta_key_dim delta_value_dim full_attention_every "
-        "window kv_lora_rank n_experts bias",
+        "window kv_lora_rank bias",
         finds_none(_wrong_delta),
     ),
     Rule(
@@ -230,7 +230,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     _unused(
         "experts_per_token expert_dim first_dense_layers n_shared_experts shared_gate router "
         "renormalize routed_scaling n_groups top_groups bias_speed balance balance_coefficient "
-        "z_loss jitter capacity_factor capacity_pad mtp force_balance",
+        "z_loss jitter capacity_factor capacity_pad force_balance",
         "n_experts",
         fix=" or set n_experts",
     ),

@@ -82,7 +82,8 @@ def n_parameters(config: DecoderConfig) -> int:
     layers += config.n_delta_layers * _gated_delta_net(config)
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
-    mtp_block = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    ffn = _mixture(config) if config.n_experts else _feed_forward(config, config.ffn_dim)
+    mtp_block = attention + 5 * _norm(config, config.dim) + ffn + 2 * config.dim**2
     layers += config.mtp * mtp_block
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
@@ -93,7 +94,7 @@ def n_parameters(config: DecoderConfig) -> int:
 def n_active_parameters(config: DecoderConfig) -> int:
     """Count the parameters active for a token: all except the unselected experts' parameters."""
     idle = (config.n_experts - config.experts_per_token) * _expert(config)
-    return n_parameters(config) - (config.n_expert_layers + config.mtp) * idle
+    return n_parameters(config) - sum(kind.experts for kind in config.layer_kinds) * idle
 
 
 def _linear(config: DecoderConfig, inward: int, outward: int) -> int:

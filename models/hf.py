@@ -38,8 +38,8 @@ class WeightName:
 
     ours: str
     theirs: str
-    """Name in transformers. With `{expert}`: transformers has one tensor per expert, which dtron's
-    parameter stacks along dim 0."""
+    """Name in transformers. With `{expert}`: one tensor per expert, which dtron's parameter stacks
+    along dim 0."""
     transposed: bool = False
     """Whether transformers swaps the last two dims, as in GPT-2's weights (input, output)."""
     rows: RowOrder | None = None
@@ -77,6 +77,8 @@ class HuggingFace:
     model_type: str
     architecture: str
     names: Sequence[WeightName]
+    """Of several names of a parameter, files are written with the first, and read with the first
+    that they have."""
     fields: Mapping[str, str]
     """Key of config.json -> field of DecoderConfig."""
     base: Mapping[str, Any]
@@ -92,6 +94,9 @@ class HuggingFace:
     """Whether transformers stores the weights of norms as gamma - 1."""
     inside: Multimodal | None = None
     """A multimodal architecture whose language model this is; its config is `text_config`."""
+    mtp_prefix: str = ""
+    """Prefix of the tensors of MTP layers, in place of `model.`, with layers counted from 0; empty:
+    they follow the other layers."""
     prefix: str = ""
     """Prefix of all tensor names except the head's; files of a model without head omit it."""
     ignored_tensors: Sequence[str] = ()
@@ -409,12 +414,12 @@ LLAMA_ATTENTION = (
     WeightName("blocks.*.attn.k_norm", "model.layers.*.self_attn.k_norm"),
     WeightName("blocks.*.ffn_norm", "model.layers.*.post_attention_layernorm"),
 )
-LLAMA_NAMES = (
-    *LLAMA_ATTENTION,
+LLAMA_FFN = (
     WeightName("blocks.*.ffn.gate", "model.layers.*.mlp.gate_proj"),
     WeightName("blocks.*.ffn.up", "model.layers.*.mlp.up_proj"),
     WeightName("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
 )
+LLAMA_NAMES = (*LLAMA_ATTENTION, *LLAMA_FFN)
 LLAMA_IGNORED_TENSORS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 MOE_FIELDS = {

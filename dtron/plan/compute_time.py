@@ -3,8 +3,9 @@
 import functools
 from dataclasses import dataclass
 
+from dtron.models.config import LayerKind
 from dtron.models.flops import delta_flops
-from dtron.models.matmuls import EXPERT_KINDS, layer_matmuls
+from dtron.models.matmuls import layer_matmuls
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
@@ -85,11 +86,11 @@ def total(work: Work) -> Seconds:
     return sum(work.values(), Seconds(0.0, 0.0, 0.0))
 
 
-def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
-    """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
+def matmuls(run: Resolved, kind: LayerKind) -> list[ShardedMatmul]:
+    """List a rank's matmuls in the forward of a layer of the given kind."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
     frozen = run.frozen
-    groups = run.model.n_experts // run.experts["ep"] if kind in EXPERT_KINDS else 1
+    groups = run.model.n_experts // run.experts["ep"] if kind.experts else 1
     found = []
     for each in layer_matmuls(run.model, kind):
         if each.module == "experts":
@@ -97,13 +98,13 @@ def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
             found.append(ShardedMatmul("experts", *shape, groups, frozen=frozen))
         else:
             tokens = own if each.split == "none" else run.tokens
-            float8 = eight and each.module != "router"
+            float8 = eight and each.module not in ("router", "shared_gate")
             shape = (tokens, *each.sharded(run.tp))
             found.append(ShardedMatmul(each.module, *shape, 1, float8, frozen))
     return found + [x for each in found for x in _adapter(run, kind, each)]
 
 
-def _adapter(run: Resolved, kind: str, of: ShardedMatmul) -> list[ShardedMatmul]:
+def _adapter(run: Resolved, kind: LayerKind, of: ShardedMatmul) -> list[ShardedMatmul]:
     """List the two matmuls of the adapter of a matmul of a layer; empty: it has none."""
     layer = next(i for i in range(run.n_layers) if run.kind(i) == kind)
     if not any(f".{of.module}." in f".{name}" for name in run.adapters(layer)):
@@ -118,7 +119,7 @@ def attention_flops(run: Resolved, layer: int) -> float:
 
     For a gated delta net these are the FLOPs in its states.
     """
-    if run.kind(layer) == "delta":
+    if run.kind(layer).delta:
         return delta_flops(run.model) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
@@ -168,7 +169,7 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
-    module = "delta" if run.kind(index) == "delta" else "attn"
+    module = "delta" if run.kind(index).delta else "attn"
     if module == "delta":
         widths = run.model.delta_key_dim, run.model.delta_value_dim
     forward = hardware.attend(flops, False, *widths)
@@ -226,7 +227,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
         whole = {name for name in modules if name in ("attn", "delta") and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
-    mixture = kind in EXPERT_KINDS
+    mixture = kind.experts
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn"
     places = [place for place, p in enumerate(listed) if p.module == name]
@@ -238,8 +239,9 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
     """Seconds that a layer waits per micro-batch for copies to the host and back.
 
-    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits for the
-    time by which the copy out exceeds its forward, and the copy back its backward.
+    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits if
+    the copy to the host takes longer than its forward, or the copy back longer than its backward.
+    The wait is the difference.
     """
     if not run.config.recompute.offload:
         return 0.0

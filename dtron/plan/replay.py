@@ -40,7 +40,7 @@ from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
 from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
-from dtron.plan.parameters import sizes, units
+from dtron.plan.parameters import PartKind, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CLASSES = (
@@ -550,7 +550,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
     return found
 
 
-def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
+def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: PartKind) -> bool:
     """Whether a unit's weight gradients are deferred.
 
     A chunked head computes them with the loss; embeddings have no matmul; frozen weights have no
@@ -563,7 +563,7 @@ def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> b
     return kind != "embedding" and layout.splits_backward
 
 
-def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
+def _held_until_weights(run: Resolved, kind: PartKind, layer: int) -> tuple[list[int], list[int]]:
     """Return bytes (inputs, queued) that a unit holds for its deferred weight gradients.
 
     `activations.deferred` defines both.
@@ -589,7 +589,7 @@ def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) ->
     unit.again = list((again - Counter(unit.read_again)).elements())
 
 
-def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup]:
+def _groups(run: Resolved, kind: PartKind, layer: int | None) -> list[_ParameterGroup]:
     found = []
     for separate in (False, True):
         own = [each for each in sizes(run, kind, layer) if each.separate == separate]
@@ -637,7 +637,7 @@ def _makes_all(run: Resolved, layer: int) -> bool:
     parallel, recompute = run.config.parallel, run.config.recompute
     if recompute.mode != "full" or recompute.modules or not run.recomputes(layer):
         return False
-    separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
+    separate = run.kind(layer).experts and parallel.ep * parallel.etp > 1
     cut = separate and not in_graphs(parallel.dispatcher)
     return run.config.compile.enable and not cut
 

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"n_kv_heads": 4},
     "mixtral": {"n_kv_heads": 2, **MIXTURE},
     "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},
+    "qwen3_5_moe": {"n_kv_heads": 2, **MIXTURE, **DELTA},
     "deepseek_v3": {"n_kv_heads": 4, **MIXTURE, **LATENT, "ffn_dim": 96},
     "gpt_oss": {"n_kv_heads": 2, **MIXTURE, "window": 7},
 }

@@ -99,6 +99,8 @@ def test_parameters_of_other_mixtures():
     assert_counted("qwen3_moe", shared, "debug")
     assert_counted("deepseek_v3", {"q_lora_rank": 0, "bias": True, "tied": True}, "debug")
     assert_counted("deepseek_v3", {"mtp": 2, "norm": "layernorm", "tied": True}, "debug")
+    assert_counted("qwen3_5_moe", {"mtp": 1}, "debug")
+    assert_counted("qwen3_5", {"mtp": 1}, "debug")
     assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 

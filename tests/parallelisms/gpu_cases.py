@@ -148,6 +148,7 @@ FLOAT32: dict[int, list[Row]] = {
         row(2, {**EP2, **TOGETHER, **SYMMETRIC}, ["deepseek_v3"], sequences=6, steps=3),
         row(2, {**EP2, **TOGETHER}, ["mixtral"], recompute=FULL, sequences=6, steps=3),
         row(2, {"pp": 2, "schedule": V}, ["deepseek_v3"], override=MTP, sequences=4),
+        row(2, {"tp": 2, "ep": 2}, ["qwen3_5_moe"], "tp 2, ep 2, mtp", override={"mtp": 1}),
     ],
     4: [
         row(4, {"dp_replicate": 2, "dp_shard": 2}),
@@ -194,6 +195,7 @@ WIDTHS: dict[str, Keys] = {
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,
+    "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
     "gpt_oss": {**WIDE_EXPERTS, "window": 20},
 }

@@ -137,6 +137,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
+    "qwen3_5_moe": {**SMALL, **EXPERTS, **DELTA, "head_dim": 8},
     "deepseek_v3": {
         **SMALL,
         **EXPERTS,

@@ -172,12 +172,10 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         "tied": random.choice([True, False]),
         "dropout": random.choice([0.0, 0.0, 0.1]),
     }
+    found |= _draw_mixture(random, model) if debug.n_experts else _draw_dense(random)
     if debug.delta_key_heads:
-        found |= _draw_dense(random) | _draw_delta(random)
-    elif not debug.n_experts:
-        found |= _draw_dense(random)
-    else:
-        found |= _draw_mixture(random, model)
+        found |= _draw_delta(random)
+    found["mtp"] = random.choice([0, 0, 1, 2])
     if debug.delta_key_heads:
         found |= {"softcap": random.choice([0.0, 0.0, 1.0]), "sinks": random.random() < 0.25}
     elif not debug.kv_lora_rank:
@@ -238,7 +236,5 @@ def _draw_mixture(random: random.Random, model: str) -> dict[str, Any]:
         "capacity_factor": random.choice([0.0, 0.0, 1.0, 1.5]) * (balance != "global_batch"),
     }
     found["capacity_pad"] = bool(found["capacity_factor"]) and random.random() < 0.3
-    if MODELS[model].sizes["debug"].kv_lora_rank:
-        found["mtp"] = random.choice([0, 0, 1, 2])
     assert SIZES[model]["n_experts"]
     return found

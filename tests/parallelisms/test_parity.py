@@ -249,6 +249,8 @@ ALL_DENSE: dict[str, Any] = {
 }
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
+EXCHANGED_CONTEXT = Parallel(tp=2, cp=2, ep=4, dispatcher="symmetric_memory")
+BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all")
 EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)
 HEAD_OVERLAPPED = Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, async_tp=True)
 DEFERRED: dict[str, dict[str, Any]] = {
@@ -352,6 +354,14 @@ HYBRID_CASES = [
     Case("qwen3_5", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
     Case("qwen3_5", 2, recompute=Recompute(mode="full", modules=["delta", "ffn"])),
     Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
+    # with experts, and with a second token
+    Case("qwen3_5_moe", 2, Parallel(tp=2, ep=2), override={"mtp": 1}, dtype="float64"),
+    Case("qwen3_5_moe", 4, EXCHANGED_CONTEXT, documents=True, micro_batch=2),
+    Case("qwen3_5_moe", 2, BOUNDED, FULL, EAGER, sequences=4),
+    Case("qwen3_5_moe", 4, Parallel(pp=2, etp=2, schedule=V), override={"mtp": 1}, documents=True),
+    Case("qwen3_5_moe", 2, Parallel(cp=2), override={"mtp": 1}, packing="best_fit", **LONG),
+    Case("qwen3_5", 2, Parallel(tp=2), SELECTIVE, EAGER, override={"mtp": 1}),
+    Case("qwen3_5", 2, Parallel(pp=2), override={"mtp": 1}, documents=True, loss_chunks=3),
 ]
 """Gated delta nets between layers with attention."""
 TOGETHER: Any = {"ep": 2, "zero": 1, "overlap_micro_batches": True}
@@ -661,6 +671,7 @@ EXPERTS8: dict[str, Any] = {
 }
 DEEP8: dict[str, Any] = {**EXPERTS8, "override": {**EXPERTS8["override"], "n_layers": 8}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
+HYBRID8 = {"float8": {"experts": True}, "override": {**EXPERTS8["override"], **DELTA8}}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -678,6 +689,7 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
+    float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),

@@ -57,6 +57,16 @@ def replicas_not_reduced() -> None:
     apply.reduce_replicas = lambda _parameters, _group: None
 
 
+def shared_gate_not_reduced() -> None:
+    """The gate of shared experts sees a part of the tokens; its gradient stays a part."""
+    reduce = apply.reduce_replicas
+
+    def others(parameters: Any, group: dist.ProcessGroup) -> None:
+        reduce([p for p in parameters if p.ndim != 2 or p.shape[0] != 1], group)
+
+    apply.reduce_replicas = others
+
+
 def adapters_not_reduced() -> None:
     """Each tp rank updates the replicated factors of adapters by its own part of the gradient."""
     tensor.is_partial = lambda _kind, _parameter: False
@@ -684,6 +694,7 @@ PACKED = Case("mixtral", 2, Parallel(cp=2), override=parity.LIMITED, sequences=4
 PREDICTED = replace(MTP, packing="best_fit")
 NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
+HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 TOGETHER = Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True))
@@ -706,6 +717,7 @@ ALSO_LOSS = r"loss 0|gradient .*"
 
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
+    Bug(shared_gate_not_reduced, HYBRID, r"gradient blocks\.\d+\.ffn\.shared_gate\.weight"),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
     Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),

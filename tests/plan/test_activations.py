@@ -21,6 +21,7 @@ from dtron.config import Recompute, RunConfig
 from dtron.float8 import RECIPES, convert
 from dtron.float8.convert import fuse
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
+from dtron.models.config import LayerKind
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
@@ -105,13 +106,13 @@ ROWS = [
     ("qwen3_moe", 0, "none"),
     *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_5", 3, "none"),
+    *[("qwen3_5_moe", 0, mode) for mode in ("none", "selective")],
 ]
 
 
-def kind_of(name: str, layer: int) -> str:
+def kind_of(name: str, layer: int) -> LayerKind:
     """The kind of a layer of a debug size."""
-    words = f"model.name={name} model.size=debug train.seq_len={T}"
-    return Resolved.of(RunConfig.load(LLAMA, words.split()), 1).kind(layer)
+    return model_config(name, "debug").layer_kinds[layer]
 
 
 @pytest.mark.parametrize(("name", "layer", "mode"), ROWS)
@@ -187,6 +188,7 @@ UNITS = [
     *[(name, 0) for name in ("llama", "mixtral", "gpt", "qwen3", "qwen3_moe")],
     *[("deepseek_v3", layer) for layer in (0, 3)],
     *[("qwen3_5", layer) for layer in (0, 3)],
+    ("qwen3_5_moe", 0),
 ]
 
 
@@ -234,7 +236,7 @@ def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
 def test_every_family_has_rows() -> None:
     for name, spec in MODELS.items():
         config = spec.sizes["debug"]
-        kind = "mixture" if config.n_experts else "dense"
+        kind = config.layer_kinds[-1]
         assert sum(row.width for row in block(config, kind)) > 0, name
 
 

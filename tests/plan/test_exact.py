@@ -36,6 +36,10 @@ LATENT = (
     "model.override.n_kv_heads=8 model.override.ffn_dim=1536"
 )
 HYBRID = f"{DENSE} model.name=qwen3_5 model.size=0.8b model.override.full_attention_every=2"
+HYBRID_EXPERTS = (
+    f"{SMALL} model.name=qwen3_5_moe model.size=35b-a3b {EXPERTS} model.override.expert_dim=256 "
+    "model.override.full_attention_every=2"
+)
 CASES = {
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
@@ -60,6 +64,8 @@ CASES = {
     "halos": (DENSE, 4, "parallel.cp=2 parallel.dp_shard=2 model.override.window=100"),
     "gathered": (DENSE, 4, "parallel.cp=2 parallel.cp_method=all_gather parallel.tp=2"),
     "hybrid": (HYBRID, 4, "parallel.cp=2 parallel.tp=2 recompute.mode=full"),
+    "hybrid, experts": (HYBRID_EXPERTS, 4, "parallel.tp=2 parallel.ep=4 model.override.mtp=1"),
+    "hybrid, ahead": (HYBRID, 4, "parallel.pp=2 parallel.tp=2 model.override.mtp=1"),
     "tp x pp": (
         DENSE,
         4,
