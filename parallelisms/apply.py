@@ -46,7 +46,12 @@ from dtron.parallelisms.initialize import (
 )
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 from dtron.parallelisms.offload import SMALLEST, Offload
-from dtron.parallelisms.pipeline.accumulate import Accumulation, Execution
+from dtron.parallelisms.pipeline.accumulate import (
+    Accumulation,
+    Execution,
+    OverlappedAccumulation,
+)
+from dtron.parallelisms.pipeline.block_overlap import BlockOverlap
 from dtron.parallelisms.pipeline.executor import Layout, Pipeline
 from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, accumulate_in_matmuls, defer
 from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
@@ -159,6 +164,8 @@ class Applied:
     """Activation offload; None if it is off."""
     dispatcher: Dispatcher | None
     """Sends tokens to experts on other ranks; None if all experts are local."""
+    overlap: BlockOverlap | None
+    """Runs two micro-batches together; None without `parallel.overlap_micro_batches`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) of this rank's stages.
@@ -208,8 +215,11 @@ def build_execution(
 ) -> Execution:
     """Return a Pipeline if there is a layout of stages, else an Accumulation."""
     if layout is not None:
-        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred)
-    return Accumulation(applied.parts[0], policy, torch.device(mesh.device_type))
+        return Pipeline(applied.parts, layout, mesh, policy, applied.deferred, applied.overlap)
+    model, device = applied.parts[0], torch.device(mesh.device_type)
+    if applied.overlap is not None:
+        return OverlappedAccumulation(model, policy, device, applied.overlap)
+    return Accumulation(model, policy, device)
 
 
 def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
@@ -263,6 +273,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         loss_in_head=passes.loss is not None,
         offload=offload,
         dispatcher=selection.dispatcher,
+        overlap=_overlap(parts, selection, mesh) if passes.parallel.overlap_micro_batches else None,
     )
 
 
@@ -283,7 +294,7 @@ class _Selection:
     units: list[list[str]]
     """FQNs of the modules of each FSDP unit."""
     blocks: list[str]
-    """FQNs of the blocks to recompute, compile and offload, in order."""
+    """FQNs of the blocks to recompute, compile, offload and overlap, in order."""
     cores: list[str]
     """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
     recurrent: list[str]
@@ -360,6 +371,24 @@ def _apply_to_stage(
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, selection.padded)
     return _StageResult(len(units), recomputed, compiled, deferred)
+
+
+def _overlap(parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh) -> BlockOverlap:
+    """Return what runs two micro-batches together, after all other passes; a collective.
+
+    Blocks of multi-token prediction are not cut off: they run with the head.
+    """
+    if selection.dispatcher is None:
+        raise ConfigError("parallel.overlap_micro_batches needs ep x etp > 1; use false")
+    groups = [mesh.expert_group(0), mesh.expert_group(1)]
+    blocks = [
+        module
+        for part in parts.values()
+        for name, module in present(dict(part.named_modules())).items()
+        if name in selection.blocks and not getattr(module, "in_training_alone", False)
+    ]
+    device = torch.device(mesh.device_type)
+    return BlockOverlap(parts.values(), blocks, selection.dispatcher, groups, device)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
@@ -459,9 +488,9 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _block_names(model: nn.Module, passes: Passes) -> list[str]:
-    """Return FQNs of the blocks to recompute, compile or offload; empty if all are off."""
-    recompute = passes.recompute
-    if recompute == Recompute() and not passes.compile.enable:
+    """Return FQNs of the blocks to recompute, compile, offload or overlap; empty if all are off."""
+    recompute, overlaps = passes.recompute, passes.parallel.overlap_micro_batches
+    if recompute == Recompute() and not passes.compile.enable and not overlaps:
         return []
     blocks = select(model, _block_pattern(passes.units, passes.blocks))
     if recompute.ffn_chunks > 1 and not any(hasattr(b, "feed_forward") for b in blocks.values()):

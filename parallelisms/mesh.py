@@ -109,7 +109,7 @@ class Mesh:
         self._context_override = inside or None
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
-        self._expert_group: dist.ProcessGroup | None = None
+        self._expert_groups: list[dist.ProcessGroup] = []
         self._context: dict[int, DeviceMesh] = {}
         self._heads: dict[int, DeviceMesh] = {}
         self._heads_override = override.get("tp")
@@ -127,12 +127,20 @@ class Mesh:
             )
         return self._experts
 
-    def expert_group(self) -> dist.ProcessGroup:
-        """The process group over ep x etp, etp innermost; the first call is a collective."""
-        if self._expert_group is None:
-            group: dist.ProcessGroup = _group(self.expert_degrees, ["ep", "etp"])
-            self._expert_group = group
-        return self._expert_group
+    def expert_group(self, number: int = 0) -> dist.ProcessGroup:
+        """The process group over ep x etp, etp innermost.
+
+        The first call for each number is a collective over all ranks.
+
+        Args:
+            number: index among groups of the same ranks, whose collectives do not wait for each
+                other.
+        """
+        while len(self._expert_groups) <= number:
+            again = bool(self._expert_groups)
+            group = _group(self.expert_degrees, ["ep", "etp"], separate=again)
+            self._expert_groups.append(group)
+        return self._expert_groups[number]
 
     def sharing_experts(self) -> DeviceMesh:
         """The mesh over which FSDP shards experts.
@@ -237,16 +245,19 @@ class Mesh:
         if self._experts is not None:
             axes = ("dp_replicate", "edp_shard", "ep", "etp")
             yield from ((axis, self._experts.get_group(axis)) for axis in axes)
-        if self._expert_group is not None:
-            yield _JOIN.join(("ep", "etp")), self._expert_group
+        for group in self._expert_groups:
+            yield _JOIN.join(("ep", "etp")), group
 
 
-def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None) -> Any:
+def _group(
+    degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None, separate: bool = False
+) -> Any:
     """Create process groups over the flattened axes; return this rank's group. A collective.
 
     Args:
         degrees: degrees of all axes, from outermost to innermost.
         override: a backend's name, its options object, or both as a tuple.
+        separate: create a group even if the world's group has the same ranks.
     """
     world = dist.group.WORLD
     assert world is not None, "a Mesh has a process group"
@@ -254,7 +265,7 @@ def _group(degrees: Mapping[Any, int], axes: Sequence[str], override: Any = None
     ranks = np.arange(dist.get_world_size()).reshape(tuple(degrees.values()))
     ranks = ranks.transpose([list(degrees).index(axis) for axis in order])
     ranks = ranks.reshape(-1, math.prod(degrees[axis] for axis in axes))
-    if len(ranks) == 1 and override is None:
+    if len(ranks) == 1 and override is None and not separate:
         return world
     backend, options = override if isinstance(override, tuple) else (override, None)
     if not isinstance(backend, str | None):

@@ -206,6 +206,12 @@ class Parallel(Section):
     sends to one rank (`bounded_all_to_all`), as a multiple of a balanced load; buffers and
     activations of experts grow with it. If there are more, the run raises the capacity and repeats
     the steps; ep_capacity = ep is always enough."""
+    overlap_micro_batches: bool = False
+    """With ep or etp > 1 and several micro-batches, run the forward of a micro-batch together with
+    the backward of another, so that dispatch and combine overlap with computation. Takes the memory
+    of two micro-batches' activations. Parameters must stay gathered and gradients be reduced once
+    per step: zero = 1, or zero = 2 with `reduce = "step"`. In a pipeline only with `schedule =
+    "DualPipeV"`."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage: what dp_shard shards. 3: parameters, gradients and optimizer state; parameters
     are gathered for each forward and backward. 2: gradients and optimizer state; parameters are

@@ -64,6 +64,11 @@ class Candidate:
         """Whether gradients of several micro-batches are summed before they are reduced."""
         return self.micro_batches > 1 and self.parallel.reduces_once(self.shards > 1)
 
+    @property
+    def overlaps_freely(self) -> bool:
+        """Whether FSDP neither gathers nor reduces between the micro-batches of a step."""
+        return self.shards == 1 or (self.parallel.zero < 3 and self.parallel.reduces_once(True))
+
 
 def broken_settings(run: Candidate) -> Iterator[str]:
     """Yield the messages of all rules of this file that a run breaks."""
@@ -134,6 +139,42 @@ def _unknown_best(config: "RunConfig") -> Iterator[str]:
         )
 
 
+def _not_overlapped(config: "RunConfig") -> Iterator[str]:
+    """Yield an error for each setting that does not support two micro-batches at once."""
+    parallel = config.parallel
+    key = "parallel.overlap_micro_batches = true with"
+    if parallel.pp > 1 and parallel.schedule != "DualPipeV":
+        yield (
+            f"{key} parallel.schedule = {parallel.schedule!r}: it has no pairs of a forward and a "
+            'backward that do not depend on each other; use "DualPipeV", or false'
+        )
+    reasons = {
+        'parallel.dispatcher = "deepep"': (
+            parallel.dispatcher == "deepep",
+            "DeepEP has one buffer, for one micro-batch",
+        ),
+        "parallel.async_tp = true": (
+            parallel.async_tp,
+            "its matmuls share one buffer, for one micro-batch",
+        ),
+        'compile.cuda_graphs = "step"': (
+            config.compile.cuda_graphs == "step",
+            "a step is recorded on one stream",
+        ),
+        "recompute.offload = true": (
+            config.recompute.offload,
+            "activations are fetched back in the order of one backward",
+        ),
+        'float8.scaling = "delayed"': (
+            config.float8.scaling == "delayed",
+            "a forward and a recomputation would write the same largest values at once",
+        ),
+    }
+    for setting, (applies, reason) in reasons.items():
+        if applies:
+            yield f"{key} {setting}: {reason}; leave one of them out"
+
+
 def _known_steps(config: "RunConfig") -> float:
     """Return the steps of the run; infinite while they are to follow from epochs or tokens."""
     return math.inf if config.train.epochs or config.train.tokens else config.train.steps
@@ -174,7 +215,10 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
         needs="parallel.pp > 1",
     ),
-    Rule("parallel.dispatcher float8.dispatch", needs="parallel.ep > 1 or parallel.etp > 1"),
+    Rule(
+        "parallel.dispatcher parallel.overlap_micro_batches float8.dispatch",
+        needs="parallel.ep > 1 or parallel.etp > 1",
+    ),
     Rule(
         "parallel.ep_capacity",  # the automatic choice of the dispatcher reads it
         lambda c: (
@@ -333,6 +377,12 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.parallel.zero != 1 or c.parallel.reduce != "micro_batch",
         'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, which is '
         "zero = 2; use parallel.zero = 2, or leave parallel.reduce out",
+    ),
+    Rule(
+        "parallel.overlap_micro_batches parallel.schedule parallel.dispatcher parallel.async_tp "
+        "compile.cuda_graphs recompute.offload float8.scaling",
+        lambda c: not c.parallel.overlap_micro_batches or not any(_not_overlapped(c)),
+        lambda c: "\n".join(_not_overlapped(c)),
     ),
     Rule(
         "train.loss_chunks train.micro_batch train.seq_len parallel.cp",
@@ -571,6 +621,20 @@ RANKS: tuple[Rule[Candidate], ...] = (
         ),
         'parallel.reduce_dtype = "bfloat16" would sum {c.micro_batches} micro-batches in bfloat16 '
         'in this layout; use "float32", or one micro-batch',
+    ),
+    Rule(
+        "parallel.overlap_micro_batches",
+        lambda c: c.micro_batches > 1,
+        needs="several micro-batches: train.global_batch / (data-parallel ranks x "
+        "train.micro_batch) > 1",
+    ),
+    Rule(
+        "parallel.overlap_micro_batches parallel.zero parallel.reduce",
+        lambda c: not c.parallel.overlap_micro_batches or c.overlaps_freely,
+        "parallel.overlap_micro_batches = true with parallel.zero = {c.parallel.zero} and "
+        'parallel.reduce = "{c.parallel.reduce}": between two micro-batches that run together, no '
+        "parameters can be freed and no gradients reduced; use parallel.zero = 1, or zero = 2 with "
+        'parallel.reduce = "step"',
     ),
     Rule(
         "parallel.accumulate_in_matmul parallel.zero parallel.reduce",

@@ -4,8 +4,8 @@ on GPUs. On CPUs, and in code that builds a RunConfig itself, these keys have th
 
 Each choice has a measured gain in benchmarks/RESULTS.md; comments name its section. No gain was
 measured, so there is no choice, for `parallel.prefetch` ("nothing waits for a gather",
-benchmarks/NOTES.md), zero = 1, and settings across hosts. (`parallel.reduce` and `model.attention`
-resolve their value "auto" elsewhere.)
+benchmarks/NOTES.md), `parallel.overlap_micro_batches`, zero = 1, and settings across hosts.
+(`parallel.reduce` and `model.attention` resolve their value "auto" elsewhere.)
 """
 
 import json

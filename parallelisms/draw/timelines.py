@@ -52,7 +52,8 @@ class Timeline:
     @property
     def ideal(self) -> float:
         """Mean compute time of a rank: the length without a bubble."""
-        return sum(span.end - span.start for row in self.spans for span in row) / len(self.spans)
+        busy = [{(span.start, span.end) for span in row} for row in self.spans]  # a pair: once
+        return sum(end - start for row in busy for start, end in row) / len(self.spans)
 
     @property
     def bubble_of_total(self) -> float:
@@ -166,23 +167,37 @@ def _boxes(row: Sequence[Span], timeline: Timeline, scale: float) -> list[str]:
         if not spans:
             continue
         fill, ink = _tone(kind, chunk, len(stages))
-        width = (spans[0].end - spans[0].start) * scale
-        shape = f"h{width:.1f}v{ROW - 2}h-{width:.1f}z"
-        path = "".join(f"M{span.start * scale:.1f} 0{shape}" for span in spans)
+        width = min(span.end - span.start for span in spans) * scale
+        path = "".join(_box(span, _half(span, row), scale) for span in spans)
         stroke = min(1.0, width / 8)
         parts.append(element("path", fill=fill, stroke="#fff", stroke_width=stroke, d=path))
-        parts += _micro_batch_numbers(spans, ink, scale)
+        for half, y in {None: 16, 0: 10, 1: 22}.items():
+            same = [span for span in spans if _half(span, row) == half]
+            parts += _micro_batch_numbers(same, ink, scale, y)
     return parts
 
 
-def _micro_batch_numbers(spans: Sequence[Span], ink: str, scale: float) -> list[str]:
+def _half(span: Span, row: Sequence[Span]) -> int | None:
+    """Return the half of the row for an action of an overlapped pair: 0 for the forward, above."""
+    if sum(other.start == span.start for other in row) == 1:
+        return None
+    return int(span.action.kind is not Kind.FORWARD)
+
+
+def _box(span: Span, half: int | None, scale: float) -> str:
+    """Return the path of a box; None: as high as the row."""
+    width, height = (span.end - span.start) * scale, ROW - 2 if half is None else ROW // 2 - 1
+    return f"M{span.start * scale:.1f} {(half or 0) * height}h{width:.1f}v{height}h-{width:.1f}z"
+
+
+def _micro_batch_numbers(spans: Sequence[Span], ink: str, scale: float, y: int) -> list[str]:
     """Draw the micro-batch number on each box that is wide enough."""
     parts = []
     for span in spans:
         number, width = str(span.action.micro_batch), (span.end - span.start) * scale
         if width >= 3 + 6 * len(number):
             parts.append(element("tspan", number, x=span.start * scale + width / 2))
-    return [element("text", "".join(parts), y=16, fill=ink)] if parts else []
+    return [element("text", "".join(parts), y=y, fill=ink)] if parts else []
 
 
 def _tone(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
@@ -263,6 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--stages-per-rank", type=int, help="default: that of the schedule")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches per step")
+    parser.add_argument(
+        "--overlap", action="store_true", help="run the pairs of DualPipeV together"
+    )
     parser.add_argument("--out", type=Path, help="SVG file for the picture")
     return parser
 
@@ -272,7 +290,7 @@ def _simulated(args: argparse.Namespace) -> Timeline:
     if args.csv is None:
         schedule = schedule_of(args.schedule)
         v = args.stages_per_rank or schedule.default_stages
-        order = order_of(args.schedule, p, v, m)
+        order = order_of(args.schedule, p, v, m, args.overlap)
         return simulate(order, stage_ranks(schedule.placement, p, v))
     v = args.stages_per_rank or 1
     placement: Placement = args.placement or "loop"

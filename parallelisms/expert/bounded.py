@@ -42,8 +42,8 @@ class Record:
 
     def add(self, layer: Tensor, number: Tensor) -> None:
         """Record a number of a layer. Both are int64 (1,), on the device."""
-        largest = self.largest(number.device)
-        self._largest = largest.scatter_reduce(0, layer, number, "amax")
+        # In place, by atomic operations: two micro-batches may record numbers on two streams.
+        self.largest(number.device).scatter_reduce_(0, layer, number, "amax")
 
     def largest(self, device: torch.device) -> Tensor:
         """Return the largest number of each layer, int64 (layers,); 0: none since `forget`."""

@@ -19,11 +19,13 @@ class Dispatcher(Protocol):
     """Sends rows to the ranks of their experts and returns the results; one object for all layers.
 
     Attributes:
+        group: ep x etp ranks, etp innermost.
         in_graphs: whether `begin` and `finish` can be in a compiled graph. If true, the host must
             neither wait nor read sizes in them.
     """
 
     in_graphs: bool = False
+    group: dist.ProcessGroup
 
     def __init__(
         self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float, float8: bool = False
@@ -36,6 +38,15 @@ class Dispatcher(Protocol):
         return tensors instead of constants, so that layers can share a graph.
         """
         return fqn
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Use another process group of the same ranks in later calls of `begin`.
+
+        With overlapped micro-batches (`pipeline/block_overlap.py`), one of two groups is used in
+        turn: rows of both micro-batches may be in flight. A recomputation uses the group of its
+        micro-batch.
+        """
+        self.group = group
 
     def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
         """Issue the dispatch of rows (M, D), sorted by expert; the result is passed to `finish`.

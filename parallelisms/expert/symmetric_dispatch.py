@@ -151,7 +151,16 @@ class SymmetricMemory(Bounded):
         check_host(group, 'parallel.dispatcher = "symmetric_memory"', "experts", fix)
         super().__init__(group, ep, etp, capacity)
         self.float8 = float8
-        self.mailbox = Mailbox(group, self.record)
+        self._mailboxes: dict[str, Mailbox] = {}
+        self.use_group(group)
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Use the shared memory of this group; see `Dispatcher`."""
+        super().use_group(group)
+        name = group.group_name
+        if name not in self._mailboxes:
+            self._mailboxes[name] = Mailbox(group, self.record)
+        self.mailbox = self._mailboxes[name]
 
     def layer(self, fqn: str, device: torch.device) -> LayerTensors:
         """Number a layer and return its constants as tensors; see `Dispatcher`."""

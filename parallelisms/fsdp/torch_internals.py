@@ -4,6 +4,8 @@
     gradient_sums           the sums over micro-batches, for matmuls that add to them
     accumulate_gradients    add gradients that autograd did not write to the sum over micro-batches
     reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
+    part_of_backward        run a backward in several calls of autograd; `end_backward` ends it
+    accumulate_on           the CUDA stream on which autograd adds gradients of parameters
     bypass_reduction        skip the reduction for parameters that are not sharded
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
@@ -12,19 +14,20 @@ torch 2.11 and 2.13 keep the sum over micro-batches in a separate attribute, in 
 reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the dtype of its
 `grad_dtype`. `_sums_are_separate` distinguishes the two.
 
-Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root` and
-`_root_post_backward_final_callback` of FSDP's state, and `Tensor._post_accumulate_grad_hooks`.
-Without an underscore but undocumented: reduce_dtype, param_dtype, fsdp_params, post_backward and
-reduce_grads of a parameter group; sharded_param, unsharded_param, unsharded_grad_data,
-unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and all_gather_outputs of its parameters, and
-before torch 2.15 unsharded_accumulated_grad, unsharded_accumulated_grad_data,
-accumulate_unsharded_grad_if_needed and to_accumulated_grad_if_needed.
+Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root`,
+`_training_state` and `_root_post_backward_final_callback` of FSDP's state, and
+`Tensor._post_accumulate_grad_hooks`. Without an underscore but undocumented: reduce_dtype,
+param_dtype, fsdp_params, post_backward and reduce_grads of a parameter group; sharded_param,
+unsharded_param, unsharded_grad_data, unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and
+all_gather_outputs of its parameters, and before torch 2.15 unsharded_accumulated_grad,
+unsharded_accumulated_grad_data, accumulate_unsharded_grad_if_needed and
+to_accumulated_grad_if_needed.
 
 Source: torch.distributed.fsdp._fully_shard.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,6 +185,71 @@ def reduce_gradients(module: nn.Module, last: bool) -> None:
     for group in reversed(parameter_groups(module)):
         group.post_backward()
     _state(module)._root_post_backward_final_callback()
+
+
+def fsdp_units(root: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units in a module, one module of each; the root unit is the first."""
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    return list({_state(unit): unit for unit in units}.values())
+
+
+@contextmanager
+def part_of_backward(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Context manager: an autograd call inside it is a part of a backward.
+
+    FSDP would otherwise take the end of each call for the end of the backward, and would not
+    register its hooks in a forward that runs between two parts. Call `end_backward` after the last.
+
+    Args:
+        units: result of `fsdp_units`.
+    """
+    states = [(state, state._training_state) for state in map(_state, units)]
+    for state, _ in states:
+        # FSDP calls it at the end of a backward; at its first hook it stores which.
+        state._root_post_backward_final_callback = _do_nothing
+    try:
+        yield
+    finally:
+        for state, before in states:
+            del state._root_post_backward_final_callback
+            state._training_state = before
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Do what FSDP does at the end of a backward; see `part_of_backward`."""
+    _state(root)._root_post_backward_final_callback()
+
+
+def accumulate_on(root: nn.Module, stream: torch.cuda.Stream) -> list[Any] | None:
+    """Make autograd add gradients of gathered parameters on `stream`, and FSDP wait for them.
+
+    Autograd adds a gradient on the stream that was current when the parameter was first used, as
+    long as any graph uses it. With micro-batches on two streams that is the stream of either, which
+    would wait for the other. FSDP reads gradients on the current stream without a wait.
+
+    Args:
+        root: the root FSDP unit, between two steps.
+    Returns:
+        Autograd nodes to keep as long as gradients are added on this stream; None if a parameter
+        has not been gathered yet, which the first forward does.
+    """
+    groups = parameter_groups(root)
+    trained = [p for g in groups for p in g.fsdp_params if p.sharded_param.requires_grad]
+    if not all(map(_is_unsharded, trained)):
+        return None
+    for group in groups:
+        group.post_backward = functools.partial(_wait_and_call, stream, group.post_backward)
+    with torch.cuda.stream(stream):
+        return [torch.autograd.graph.get_gradient_edge(p.unsharded_param).node for p in trained]
+
+
+def _wait_and_call(stream: torch.cuda.Stream, post_backward: Callable[[], None], *_: Any) -> None:
+    torch.cuda.current_stream().wait_stream(stream)
+    post_backward()
 
 
 def bypass_reduction(unit: FSDPModule) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
+from dtron.parallelisms.pipeline.block_overlap import BlockOverlap, Tape
 
 MicroBatch = tuple[Tensor, Mapping[str, Any]]
 """The model's first argument, and its other arguments by name, which every stage gets."""
@@ -62,3 +63,36 @@ class Accumulation:
         """Run all forwards without gradients and pass each output to `consume`."""
         for i, (x, others) in enumerate(micro_batches):
             consume(self.model(x, **others), i)
+
+
+class OverlappedAccumulation(Accumulation):
+    """Gradient accumulation in which a forward runs together with the previous backward.
+
+    The order of forwards, and that of backwards, is the order of the micro-batches: results equal
+    those of `Accumulation`, bit for bit if the model's operators are deterministic.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, device: torch.device, overlap: BlockOverlap
+    ) -> None:
+        super().__init__(model, policy, device)
+        self.overlap = overlap
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        """Run forward and backward of all micro-batches; return the sum of losses, a scalar."""
+        together = self.overlap.begin_step()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        previous: Tape | None = None
+        for i, (x, others) in enumerate(micro_batches):
+            begin_micro_batch(self.model, self.policy, last=False)
+            if previous is not None and not together:
+                self.overlap.backward(previous)
+                previous = None
+            with self.overlap.forward(self.model, i % 2, previous) as tape:
+                tape.end = loss(self.model(x, **others), i)
+                total += tape.end.detach()  # in place: memory of one lane, used in both
+            previous = tape
+        assert previous is not None, "a step has micro-batches"
+        begin_micro_batch(self.model, self.policy, last=True)
+        self.overlap.backward(previous)
+        return total

@@ -21,8 +21,10 @@ Sources: GPipe, arXiv:1811.06965; 1F1B and interleaving, arXiv:2104.04473; zero 
 arXiv:2401.10241.
 """
 
+import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +38,9 @@ from dtron.parallelisms.fsdp.sharding import Policy, begin_micro_batch
 from dtron.parallelisms.fsdp.torch_internals import accumulate_gradients, reduce_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.pipeline.accumulate import Loss, MicroBatch
+from dtron.parallelisms.pipeline.block_overlap import BlockOverlap, Tape
 from dtron.parallelisms.pipeline.lowering import add_communication, add_reductions
-from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order
+from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, together
 from dtron.parallelisms.pipeline.schedules import forward_only
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import first_tensor
@@ -93,6 +96,8 @@ class _PassState:
     """Root of each backward: the loss, or the autograd node of an output."""
     shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    tapes: dict[Key, Tape] = field(default_factory=dict)
+    """Graphs cut into blocks, with overlapped micro-batches only."""
     weights_due: dict[int, int] = field(default_factory=dict)
     """By stage: number of micro-batches whose weight gradients are not computed yet."""
 
@@ -105,6 +110,7 @@ class Pipeline:
         layout: layout of the whole pipeline.
         policy: when FSDP frees parameters and reduces gradients.
         deferred: queues of deferred weight gradients, by stage number.
+        overlap: runs the overlapped pairs of the order block by block; None: there are none.
 
     Attributes:
         executed: actions of the previous step, in order.
@@ -117,8 +123,10 @@ class Pipeline:
         mesh: Mesh,
         policy: Policy,
         deferred: Mapping[int, WeightGradients],
+        overlap: BlockOverlap | None = None,
     ) -> None:
         self.parts, self.layout, self.policy, self.deferred = parts, layout, policy, deferred
+        self.overlap = overlap
         self.group, self.rank = mesh.group("pp"), mesh.rank("pp")
         self.device = torch.device(mesh.device_type)
         self.peers = [dist.get_global_rank(self.group, r) for r in range(mesh.size("pp"))]
@@ -128,8 +136,8 @@ class Pipeline:
         self._shapes: dict[tuple[int, torch.Size], tuple[torch.Size, torch.dtype]] = {}
         self._actions: dict[Kind, Callable[[_PassState, Key], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._input,
+            Kind.BACKWARD: functools.partial(self._backward, Kind.BACKWARD),
+            Kind.INPUT: functools.partial(self._backward, Kind.INPUT),
             Kind.WEIGHT: self._weight,
             Kind.REDUCE: self._reduce,
             Kind.SEND_F: self._send_output,
@@ -184,17 +192,43 @@ class Pipeline:
         state = _PassState(micro_batches, consume, train, total)
         state.weights_due = dict.fromkeys(self.parts, len(micro_batches))
         self.executed = []
-        for action in self.actions(len(micro_batches), train):
-            micro_batch = -1 if action.micro_batch is None else action.micro_batch
-            self._actions[action.kind](state, (action.stage, micro_batch))
-            self.executed.append(action)
+        at_once = train and self.overlap is not None and self.overlap.begin_step()
+        for action, *paired in together(self.actions(len(micro_batches), train)):
+            if paired:
+                self._pair(state, action, paired[0], at_once)
+            else:
+                self._actions[action.kind](state, _key(action))
+            self.executed += (action, *paired)
         for work, _ in state.sending:
             work.wait()
         return state.total
 
     # -- computing --------------------------------------------------------------------------
 
-    def _forward(self, state: _PassState, key: Key) -> None:
+    def _pair(self, state: _PassState, forward: Action, backward: Action, at_once: bool) -> None:
+        """Run a forward and a backward of another micro-batch, in different lanes.
+
+        Args:
+            at_once: whether to run them together, block by block.
+        """
+        lane = 1 - state.tapes[_key(backward)].lane
+        if not at_once:
+            self._forward(state, _key(forward), lane)
+            self._backward(backward.kind, state, _key(backward))
+            return
+        with self._backward_pass(state, backward.kind, _key(backward)) as tape:
+            self._forward(state, _key(forward), lane, tape)
+
+    def _forward(
+        self, state: _PassState, key: Key, lane: int = 0, backward: Tape | None = None
+    ) -> None:
+        if self.overlap is None or not state.train:
+            self._compute(state, key)
+            return
+        with self.overlap.forward(self.parts[key[0]], lane, backward) as state.tapes[key]:
+            self._compute(state, key)
+
+    def _compute(self, state: _PassState, key: Key) -> None:
         stage, i = key
         x, others = state.micro_batches[i]
         if stage > 0:
@@ -207,7 +241,7 @@ class Pipeline:
             if state.train:
                 assert loss is not None, "the loss is a tensor"
                 state.edges[key] = loss
-                state.total = state.total + loss.detach()
+                state.total += loss.detach()
             return
         out = first_tensor(out)
         if state.train:
@@ -220,22 +254,41 @@ class Pipeline:
         else:
             state.outputs[key] = out.detach()
 
-    def _backward(self, state: _PassState, key: Key) -> None:
-        part = self._part(key[0])
-        last = self._count_weight(state, key[0])
-        split = key[0] in self.deferred
-        if split:
-            self._disable_reduction(part)
-        else:
-            begin_micro_batch(part, self.policy, last)
-        self._differentiate(state, key)
-        if split:
-            accumulate_gradients(self.parts[key[0]])
+    def _backward(self, kind: Kind, state: _PassState, key: Key) -> None:
+        with self._backward_pass(state, kind, key) as tape:
+            if tape is not None and self.overlap is not None:
+                self.overlap.backward(tape)
+            else:
+                edge, gradient = self._start(state, key)
+                torch.autograd.backward([edge], [gradient])  # type: ignore[list-item]
 
-    def _input(self, state: _PassState, key: Key) -> None:
-        self._disable_reduction(self._part(key[0]))
-        with self.deferred[key[0]].collect(key[1]):
-            self._differentiate(state, key)
+    @contextmanager
+    def _backward_pass(self, state: _PassState, kind: Kind, key: Key) -> Iterator[Tape | None]:
+        """Context manager: autograd runs inside it from a stage's output to the stage's input.
+
+        Before, set what FSDP does with gradients; after, take the gradient of the stage's input.
+
+        Args:
+            kind: BACKWARD or INPUT.
+        Yields:
+            The graph to run, if it is cut into blocks.
+        """
+        stage = key[0]
+        split = stage in self.deferred
+        last = kind is Kind.BACKWARD and self._count_weight(state, stage)
+        if split:
+            self._disable_reduction(self._part(stage))
+        else:
+            begin_micro_batch(self._part(stage), self.policy, last)
+        tape = state.tapes.pop(key, None)
+        if tape is not None:
+            tape.end, tape.gradient = self._start(state, key)
+        queue = self.deferred[stage].collect(key[1]) if kind is Kind.INPUT else nullcontext()
+        with queue:
+            yield tape
+        self._take_input_gradient(state, key)
+        if split and kind is Kind.BACKWARD:
+            accumulate_gradients(self.parts[stage])
 
     def _weight(self, state: _PassState, key: Key) -> None:
         self._count_weight(state, key[0])
@@ -245,14 +298,14 @@ class Pipeline:
     def _reduce(self, state: _PassState, key: Key) -> None:
         reduce_gradients(self.parts[key[0]], last=state.weights_due[key[0]] == 0)
 
-    def _differentiate(self, state: _PassState, key: Key) -> None:
-        """Run autograd from the gradient of a stage's output to the gradient of its input."""
+    def _start(self, state: _PassState, key: Key) -> tuple[Tensor | GradientEdge, Tensor | None]:
+        """Return where a stage's backward starts, and the gradient there; None for a loss."""
+        if key[0] == self.last_stage:
+            return state.edges.pop(key), None
+        return state.edges.pop(key), self._wait_for(state, Kind.RECV_B, state.gradients, key)
+
+    def _take_input_gradient(self, state: _PassState, key: Key) -> None:
         stage, i = key
-        edge = state.edges.pop(key)
-        gradient = None
-        if stage < self.last_stage:
-            gradient = self._wait_for(state, Kind.RECV_B, state.gradients, key)
-        torch.autograd.backward([edge], [gradient])  # type: ignore[list-item]
         if stage == 0:
             return
         input_gradient = state.inputs.pop(key).grad
@@ -340,6 +393,10 @@ class Pipeline:
         if work is not None:
             work.wait()
         return received.pop(key)
+
+
+def _key(action: Action) -> Key:
+    return action.stage, -1 if action.micro_batch is None else action.micro_batch
 
 
 def _header(tensor: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ def build_layout(
     else:
         row = schedule_of(parallel.schedule)
         v, placement = parallel.stages_per_rank or row.default_stages, row.placement
-        order = functools.partial(order_of, parallel.schedule, p, v)
+        overlap = parallel.overlap_micro_batches
+        order = functools.partial(order_of, parallel.schedule, p, v, overlap=overlap)
     actions = order(n_micro_batches)
     given = parallel.pp_layout
     if given and isinstance(given[0], list):

@@ -9,9 +9,9 @@ micro-batch 1. No function here needs a process group; every rank computes the l
     W(s, m)         after I(s, m)
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dtron.errors import ConfigError
@@ -59,11 +59,14 @@ class Action:
         stage: index of the stage in the pipeline.
         kind: kind of the action.
         micro_batch: index in the step; None for a reduction of the whole step.
+        overlapped: whether a forward runs together with the next compute action of its rank, a
+            backward (B or I) of another micro-batch; both then start and end together.
     """
 
     stage: int
     kind: Kind
     micro_batch: int | None = None
+    overlapped: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return (
@@ -107,6 +110,22 @@ def needs(action: Action, n_stages: int) -> list[Result]:
     return [(stage, Kind.FORWARD, m), *later]
 
 
+def one_by_one(order: Order) -> Order:
+    """Return an order whose actions run one after another, none overlapped."""
+    return tuple(tuple(replace(action, overlapped=False) for action in row) for row in order)
+
+
+def together(row: Iterable[Action]) -> list[tuple[Action, ...]]:
+    """Split a rank's compute actions into single ones and overlapped pairs (forward, backward)."""
+    groups: list[tuple[Action, ...]] = []
+    for action in row:
+        if groups and groups[-1][-1].overlapped:
+            groups[-1] = (*groups[-1], action)
+        else:
+            groups.append((action,))
+    return groups
+
+
 def execute(
     order: Order,
     n_stages: int,
@@ -115,7 +134,8 @@ def execute(
 ) -> list[Span]:
     """Simulate the compute actions of an order, each as early as possible.
 
-    Communication takes no time, and reductions are left out.
+    Communication takes no time, and reductions are left out. An overlapped pair takes the time of
+    both.
 
     Args:
         order: actions of every rank.
@@ -130,23 +150,29 @@ def execute(
         ConfigError: the order deadlocks; the message lists which rank waits for which action.
     """
     todo = [[action for action in row if action.kind in COMPUTE] for row in order]
+    waiting = [deque(together(row)) for row in todo]
     spans: list[list[Span]] = [[] for _ in order]
     end_of: dict[Result, float] = {}
     advanced = True
     while advanced:
         advanced = False
-        for rank, row in enumerate(todo):
-            while len(spans[rank]) < len(row):
-                action = row[len(spans[rank])]
-                needed = needs(action, n_stages)
+        for rank, groups in enumerate(waiting):
+            while groups:
+                needed = [each for action in groups[0] for each in needs(action, n_stages)]
                 if any(each not in end_of for each in needed):
                     break
                 free = [spans[rank][-1].end] if spans[rank] else [0]
                 start = max(free + [end_of[each] for each in needed])
-                spans[rank].append(Span(rank, action, start, start + costs[action.kind]))
-                end_of[result(action)] = spans[rank][-1].end
+                end = start + sum(costs[action.kind] for action in groups[0])
+                for action in groups.popleft():
+                    spans[rank].append(Span(rank, action, start, end))
+                    end_of[result(action)] = end
                 advanced = True
-    stuck = [row[len(done)] for row, done in zip(todo, spans, strict=True) if len(done) < len(row)]
+    stuck = [
+        next(a for a in groups[0] if any(each not in end_of for each in needs(a, n_stages)))
+        for groups in waiting
+        if groups
+    ]
     if stuck:
         raise ConfigError(f"{source} deadlocks: {_deadlock_text(stuck, todo, end_of, n_stages)}")
     return [span for row in spans for span in row]

@@ -24,7 +24,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from dtron.errors import ConfigError, cause_of, nearest
 from dtron.io.untrusted import MB, read_text
-from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, check, misplaced
+from dtron.parallelisms.pipeline.schedule_ops import (
+    Action,
+    Kind,
+    Order,
+    check,
+    misplaced,
+    one_by_one,
+)
 
 Placement = Literal["loop", "v"]
 """Which rank has which stages. `loop`: stage s is on rank s % p. `v`: rank r has stages r and
@@ -119,8 +126,7 @@ def from_torch(name: str) -> Callable[[int, int, int], Order]:
     """Return the `Schedule.order` of a schedule class of torch.distributed.pipelining.
 
     In torch's DualPipeV, a forward and a backward form a pair, in which each overlaps the other's
-    communication. Here a pair is two consecutive actions; the result of the first is sent before
-    the second starts.
+    communication: two consecutive actions, of which the first is `overlapped`.
     """
 
     def order(p: int, v: int, m: int) -> Order:
@@ -137,10 +143,20 @@ def from_torch(name: str) -> Callable[[int, int, int], Order]:
 
 def _from_torch(row: Sequence[Any]) -> tuple[Action, ...]:
     """Convert one rank's actions of torch; drop padding (None) and actions such as unshard."""
-    flat = [part for action in row if action for part in action.sub_actions or (action,)]
+    flat = [
+        (part, bool(action.sub_actions) and i == 0)
+        for action in row
+        if action
+        for i, part in enumerate(action.sub_actions or (action,))
+    ]
     return tuple(
-        Action(part.stage_index, TORCH_KINDS[part.computation_type.name], part.microbatch_index)
-        for part in flat
+        Action(
+            part.stage_index,
+            TORCH_KINDS[part.computation_type.name],
+            part.microbatch_index,
+            overlapped,
+        )
+        for part, overlapped in flat
         if part.computation_type.name in TORCH_KINDS
     )
 
@@ -189,7 +205,7 @@ def stage_ranks(placement: Placement, p: int, v: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def order_of(name: str, p: int, v: int | None, m: int) -> Order:
+def order_of(name: str, p: int, v: int | None, m: int, overlap: bool = False) -> Order:
     """Return the order of a schedule, checked.
 
     Args:
@@ -197,6 +213,8 @@ def order_of(name: str, p: int, v: int | None, m: int) -> Order:
         p: pipeline ranks.
         v: stages per rank; None: the schedule's default.
         m: micro-batches per step.
+        overlap: whether the pairs of DualPipeV run together; if not, one action after another, and
+            the result of the first is sent before the second starts.
 
     Returns:
         Compute actions of every rank; `lowering.py` adds communication.
@@ -211,6 +229,8 @@ def order_of(name: str, p: int, v: int | None, m: int) -> Order:
     _check_stages(name, schedule, v)
     _check_micro_batches(name, schedule.micro_batches, p, m)
     order = schedule.order(p, v, m)
+    if not overlap:
+        order = one_by_one(order)
     check(order, stage_ranks(schedule.placement, p, v), m, f"parallel.schedule = {name!r}")
     return order
 

@@ -227,6 +227,7 @@ FREE = {
     "parallel.zero",
     "parallel.reduce",
     "parallel.accumulate_in_matmul",
+    "parallel.overlap_micro_batches",
     "parallel.prefetch",
     "parallel.stages_per_rank",
     "parallel.cp_inner",  # of a cp_method that is refused

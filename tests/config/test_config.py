@@ -183,6 +183,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
             "parallel.dispatcher=symmetric_memory",
             "no effect without parallel.ep > 1 or parallel.etp > 1",
         ),
+        ("parallel.overlap_micro_batches=true", "no effect without parallel.ep > 1"),
         ("parallel.ep_capacity=3.0", "no effect without parallel.ep > 1 and parallel.dispatcher"),
         ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
         ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),

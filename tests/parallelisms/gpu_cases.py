@@ -84,6 +84,7 @@ EXCHANGED: Keys = {"reduce_by": "all_to_all"}
 COPIED: Keys = {"copy_engines": True}
 EP2: Keys = {"dp_shard": 2, "ep": 2}
 SYMMETRIC: Keys = {"dispatcher": "symmetric_memory"}
+TOGETHER: Keys = {"zero": 1, "overlap_micro_batches": True}
 METHODS = ("ring", "all_gather", "ulysses")
 OFFLOADED = Recompute(mode="selective", offload=True)
 
@@ -142,6 +143,10 @@ FLOAT32: dict[int, list[Row]] = {
             override=TIED_DROPPED,
         ),
         row(2, EP2, ["mixtral"], override=LIMITED),
+        # from the second step on, in two streams
+        row(2, {**EP2, **TOGETHER}, MIXTURES, sequences=6, steps=3),
+        row(2, {**EP2, **TOGETHER, **SYMMETRIC}, ["deepseek_v3"], sequences=6, steps=3),
+        row(2, {**EP2, **TOGETHER}, ["mixtral"], recompute=FULL, sequences=6, steps=3),
         row(2, {"pp": 2, "schedule": V}, ["deepseek_v3"], override=MTP, sequences=4),
         row(2, {"tp": 2, "ep": 2}, ["qwen3_5_moe"], "tp 2, ep 2, mtp", override={"mtp": 1}),
     ],
@@ -160,6 +165,13 @@ FLOAT32: dict[int, list[Row]] = {
         row(4, {"tp": 2, "dp_shard": 2, "ep": 2, **SYMMETRIC}, MIXTURES),
         row(4, {"pp": 2, "schedule": V, "dp_shard": 2, "ep": 2}, MIXTURES),
         row(4, {"cp": 2, "cp_method": "all_gather", "tp": 2, "ep": 2}, MIXTURES),
+        row(
+            4,
+            {**TOGETHER, "pp": 2, "schedule": "DualPipeV", "dp_shard": 2, "ep": 2},
+            MIXTURES,
+            override={"n_layers": 8},
+            steps=3,
+        ),
     ],
 }
 

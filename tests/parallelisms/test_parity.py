@@ -378,6 +378,41 @@ LOCAL_CASES = [
     Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **GEMMA}, sequences=4, steps=1),
 ]
 """Layers with a window and a rotary base of their own, post-norms, soft caps."""
+TOGETHER: Any = {"ep": 2, "zero": 1, "overlap_micro_batches": True}
+TOGETHER_V: Any = {**TOGETHER, "pp": 2, "schedule": DUAL}
+DEEP: dict[str, Any] = {"override": {"n_layers": 10}}
+"""Stages of several blocks."""
+OVERLAP_CASES = [
+    Case("deepseek_v3", 2, Parallel(**TOGETHER), override=MTP, documents=True),
+    Case("deepseek_v3", 2, Parallel(**TOGETHER, dispatcher="bounded_all_to_all"), SELECTIVE, EAGER),
+    Case(
+        "mixtral",
+        2,
+        Parallel(**{**TOGETHER, "zero": 2}, reduce="step", dispatcher="symmetric_memory"),
+        FULL,
+        EAGER,
+    ),
+    Case(
+        "qwen3_moe",
+        4,
+        Parallel(**TOGETHER, dp_replicate=2),
+        override={"balance": "global_batch", "jitter": 0.1, "dropout": 0.1},
+        micro_batch=2,
+    ),
+    Case("mixtral", 4, Parallel(**TOGETHER, tp=2, **IN_MATMUL), loss_chunks=3, sequences=8),
+    Case("gpt_oss", 4, Parallel(**TOGETHER, cp=2), FULL, padded=True),
+    Case("mixtral", 2, Parallel(**TOGETHER), lora=Lora(rank=4), recompute=FULL),
+    Case(
+        "deepseek_v3",
+        4,
+        Parallel(**TOGETHER_V, dispatcher="bounded_all_to_all"),
+        FULL,
+        override={**MTP, **TIED, "n_layers": 8},
+    ),
+    Case("mixtral", 4, Parallel(**TOGETHER_V), compile=EAGER, steps=1, **DEEP),
+    Case("qwen3_moe", 4, Parallel(**TOGETHER_V, tp=2, **IN_MATMUL), SELECTIVE, **DEEP),
+]
+"""A forward of a micro-batch together with a backward of another."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -636,6 +671,7 @@ SPECIAL = [
     *EXPERT_CASES,
     *HYBRID_CASES,
     *LOCAL_CASES,
+    *OVERLAP_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
@@ -652,7 +688,11 @@ BLOCKS = {"ffn_dim": 208}
 BLOCK_0_FFN = ["blocks.0.ffn.*"]
 HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size": 64}}
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
-EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
+EXPERTS8: dict[str, Any] = {
+    "float8": {"experts": True},
+    "override": {"expert_dim": 32, "ffn_dim": 0},
+}
+DEEP8: dict[str, Any] = {**EXPERTS8, "override": {**EXPERTS8["override"], "n_layers": 8}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
 HYBRID8 = {"float8": {"experts": True}, "override": {**EXPERTS8["override"], **DELTA8}}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
@@ -719,6 +759,9 @@ FLOAT8 = [
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
+    # two micro-batches at once
+    float8("rowwise", 2, Parallel(**TOGETHER), "mixtral", **EXPERTS8, recompute=FULL, sequences=6),
+    float8("tensorwise", 4, Parallel(**TOGETHER_V), "mixtral", **DEEP8, sequences=8),
     # weight gradients that a schedule defers
     float8("tensorwise", 2, Parallel(pp=2, schedule=V), compile=EAGER, documents=True),
     float8("tensorwise", 2, Parallel(pp=2, schedule=V), dtype="float32"),

@@ -34,11 +34,13 @@ from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.blocks import Blocks
 from dtron.parallelisms.context.halo import HaloBlocks
 from dtron.parallelisms.context.ring import RingBlocks
+from dtron.parallelisms.expert import all_to_all as exchanged
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
+from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.stages import SharedWeights
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.tensor import async_tp, head_loss
@@ -611,6 +613,53 @@ def local_layers_at_the_global_base() -> None:
     decoder.Decoder._rope_tables = lambda self, positions: (tables(self, positions)[0],) * 2  # type: ignore
 
 
+def rows_read_before_they_arrive() -> None:
+    """Rows of the second of two micro-batches at once are read without a wait."""
+    issue, wait = exchanged.all_to_all, exchanged.wait_tensor
+    arrived: dict[int, tuple[Tensor, str]] = {}
+    groups: list[str] = []
+
+    def late(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        rows = wait(issue(x, received, sent, group))
+        pending = torch.zeros_like(rows)
+        arrived[pending.data_ptr()] = rows, group
+        groups.append(group)
+        return pending
+
+    def lost(pending: Tensor) -> Tensor:
+        rows, group = arrived.pop(pending.data_ptr())
+        return rows if group == groups[0] or not rows.is_floating_point() else pending
+
+    exchanged.all_to_all, exchanged.wait_tensor = late, lost
+
+
+def gradients_of_the_micro_batch_before() -> None:
+    """The backward of a block starts from the gradient of the micro-batch that ran before."""
+    run_part = Tape.run_part
+    before: dict[int, Tensor] = {}
+
+    def run(self: Tape) -> None:
+        run_part(self)
+        if self.gradient is not None:
+            own, number = self.gradient, len(self.cuts)
+            self.gradient = before.get(number, own)
+            before[number] = own
+
+    Tape.run_part = run  # type: ignore[method-assign]
+
+
+def gradient_added_twice() -> None:
+    """The last part of a backward, that of the embedding, runs a second time."""
+    run_part = Tape.run_part
+
+    def run(self: Tape) -> None:
+        if self.parts == 1 and self.gradient is not None:
+            torch.autograd.backward([self.end], [self.gradient], retain_graph=True)  # type: ignore[list-item]
+        run_part(self)
+
+    Tape.run_part = run  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -678,6 +727,7 @@ HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
+TOGETHER = Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True))
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
 BEFORE_RESULTS = r"gradient (?!blocks\.4\.ffn\.router|norm|head).*"
@@ -764,6 +814,9 @@ BUGS = [
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
+    Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),
+    Bug(gradients_of_the_micro_batch_before, TOGETHER, r"gradient (?!blocks\.2\.|norm|head).*"),
+    Bug(gradient_added_twice, TOGETHER, r"gradient embed\.weight"),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

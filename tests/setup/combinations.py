@@ -87,6 +87,11 @@ FEATURES = [
         _parallel(accumulate_in_matmul=True),
         {**_parallel(dp_shard=2, zero=1), "train.global_batch": 32},
     ),
+    Feature(
+        "overlap_micro_batches",
+        _parallel(overlap_micro_batches=True),
+        {**EXPERTS, **_parallel(zero=1), "train.global_batch": 32},
+    ),
     *(Feature(f"recompute {m}", {"recompute.mode": m}) for m in ("full", "attention", "selective")),
     Feature("recompute.modules", {"recompute.mode": "full", "recompute.modules": ["attn"]}),
     Feature("recompute.offload", {"recompute.offload": True}),

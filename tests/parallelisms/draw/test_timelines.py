@@ -52,8 +52,8 @@ def test_figures_at_8_ranks_and_32_micro_batches(
 
 def test_dualpipev_with_pairs_that_end_together() -> None:
     """torch's own order, in which a pair starts when both its parts can and hands on both results
-    at its end: 6.80%, the paper's (p - 1)(F&B + B - 3W) for 2p stages. Two actions in a row, as
-    dtron runs them, hand on the first result earlier."""
+    at its end: 6.80%, the paper's (p - 1)(F&B + B - 3W) for 2p stages. That is dtron's order with
+    overlapped micro-batches. Two actions in a row hand on the first result earlier."""
     rows = [[a for a in row if a is not None] for row in get_schedule_ops("DualPipeV", 8, 32, 2)]
     cost, n_stages = {"F": 1, "B": 2, "I": 1, "W": 1}, 16
     clock, at, ended = [0] * 8, [0] * 8, {}
@@ -82,6 +82,10 @@ def test_dualpipev_with_pairs_that_end_together() -> None:
     assert at == [len(row) for row in rows]
     assert max(clock) / 2 == 103
     assert round(100 * (1 - 96 / 103), 2) == 6.80
+    order = order_of("DualPipeV", 8, 2, 32, overlap=True)
+    together = simulate(order, stage_ranks("v", 8, 2))
+    assert (together.ideal, together.length) == (96, 103)
+    assert max(together.peak_activations) == 8.5
 
 
 @pytest.mark.parametrize(
@@ -160,6 +164,15 @@ def test_pictures(name: str) -> None:
     assert "rank 7" in texts
     assert any(text and "Simulated, without communication" in text for text in texts)
     assert (DOCS / "schedules" / f"{name}.svg").read_text() == drawn(name)
+
+
+def test_the_picture_of_overlapped_pairs(tmp_path: Path) -> None:
+    """Boxes of half the height; the one in the documentation is what is drawn now."""
+    out = tmp_path / "pairs.svg"
+    assert main(["--schedule", "DualPipeV", "--overlap", "--out", str(out)]) == 0
+    heights = set(re.findall(r"h[0-9.]+v(\d+)h", out.read_text()))
+    assert heights == {"24", "12"}
+    assert (DOCS / "schedules/DualPipeV-overlapped.svg").read_text() == out.read_text()
 
 
 def drawn(name: str) -> str:
