@@ -16,6 +16,7 @@ from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.io.safetensors_file import Region
 from dtron.io.user_code import check_unique, registered
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
+from dtron.models.bert import BERT
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
@@ -50,7 +51,7 @@ __all__ = [
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
-    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, BERT)
 }
 
 

@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"n_kv_heads": 1},
     "qwen3_5": {"n_kv_heads": 2, **DELTA},
     "gpt": {"n_kv_heads": 4},
+    "bert": {"n_kv_heads": 4},
     "mixtral": {"n_kv_heads": 2, **MIXTURE},
     "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},
     "deepseek_v3": {"n_kv_heads": 4, **MIXTURE, **LATENT, "ffn_dim": 96},

@@ -135,6 +135,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "head_dim": 8},
     "qwen3_5": {**SMALL, **DELTA, "head_dim": 8},
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+    "bert": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
     "deepseek_v3": {
@@ -797,7 +798,7 @@ def context_of(case: Case, kernel: str = "math") -> Context | None:
     spec = MODELS[case.model]
     scoring = config.window, config.softcap
     recurrent = spec.delta_cores(config)
-    return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent)
+    return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent, config.causal)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> LossFunction:
