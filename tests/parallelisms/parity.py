@@ -135,7 +135,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "head_dim": 8},
     "qwen3_5": {**SMALL, **DELTA, "head_dim": 8},
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
-    "bert": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+    "bert": {**SMALL, "vocab_size": 72, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
     "deepseek_v3": {
