@@ -114,7 +114,9 @@ def _adapter(run: Resolved, kind: str, of: ShardedMatmul) -> list[ShardedMatmul]
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
-    """Return a rank's attention FLOPs in a layer's forward, over the causal half of the scores.
+    """Return a rank's attention FLOPs in a layer's forward.
+
+    With a causal mask these are the FLOPs over half of the scores.
 
     For a gated delta net these are the FLOPs in its states.
     """
@@ -122,7 +124,7 @@ def attention_flops(run: Resolved, layer: int) -> float:
         return delta_flops(run.model) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
-    seen = min(length, 2 * window) if window else length
+    seen = min(length, 2 * window) if window else length * (1 if model.causal else 2)
     widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
     return float(widths) * run.tokens * seen
 
@@ -257,5 +259,9 @@ def head(run: Resolved, hardware: Hardware) -> Work:
     shape, frozen = (run.tokens, run.model.dim, vocabulary), run.frozen
     once = _product(hardware, ShardedMatmul("head", *shape, frozen=frozen))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
+    if run.model.post_norm:  # the linear layer before the head
+        own = -(-run.tokens // run.between)
+        width = run.model.dim
+        once = once + _product(hardware, ShardedMatmul("transform", own, width, width))
     each: Work = {"matmul": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
     return together(*[each] * (1 + run.model.mtp))

@@ -109,11 +109,13 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return torch.ops.dtron.attention(q, k, v, None, None, "flash", scale, 0, 0.0)[0]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True
+) -> Tensor:
+    return torch.ops.dtron.attention(q, k, v, None, None, "flash", scale, 0, 0.0, causal)[0]
 
 
-def _no_mask(documents: Any, positions: Tensor) -> Mask:
+def _no_mask(documents: Any, positions: Tensor, causal: bool = True) -> Mask:
     return None
 
 

@@ -6,7 +6,7 @@ import torch
 from dtron.models import BACKENDS, MODELS, build_model
 
 # Parameters in units of 10^9: model cards and configurations released for Llama, Qwen3 and the
-# mixtures of experts (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
+# mixtures of experts, BertForMaskedLM (base and large, uncased) (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
 # prediction of a second token, which shares embedding and head; Qwen3.5 without vision and without
 # its second token: parameters of Qwen3_5ForCausalLM); for
 # GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
@@ -27,6 +27,8 @@ PUBLISHED = {
     ("qwen3_5", "4b"): 4.2058,
     ("qwen3_5", "9b"): 8.9538,
     ("qwen3_5", "27b"): 26.8960,
+    ("bert", "110m"): 0.1095,
+    ("bert", "340m"): 0.3352,
     ("mixtral", "8x7b"): 46.7028,
     ("mixtral", "8x22b"): 140.6206,
     ("qwen3_moe", "30b-a3b"): 30.5321,
