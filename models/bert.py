@@ -63,7 +63,9 @@ def _read_shape(given: Mapping[str, Any]) -> dict[str, Any]:
 def _write_shape(config: DecoderConfig) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     activation = names.get(config.activation, config.activation)
-    return {"num_attention_heads": config.n_heads, "hidden_act": activation}
+    # By default transformers would give token 0 no gradient.
+    padding = {"pad_token_id": None}
+    return {"num_attention_heads": config.n_heads, "hidden_act": activation, **padding}
 
 
 _LAYER = "bert.encoder.layer.*"

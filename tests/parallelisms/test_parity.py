@@ -354,6 +354,16 @@ HYBRID_CASES = [
     Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
 ]
 """Gated delta nets between layers with attention."""
+ENCODER_CASES = [
+    Case("bert", 2, Parallel(cp=2), documents=True),
+    Case("bert", 2, Parallel(cp=2, cp_method="all_gather"), documents=True),
+    Case("bert", 4, HIERARCHICAL),
+    Case("bert", 4, Parallel(pp=2, tp=2, schedule=V), override={"dropout": 0.1}),
+    Case("bert", 2, Parallel(tp=2), SELECTIVE, EAGER),
+    Case("bert", 2, Parallel(dp_shard=2), override={"tied": False}, dtype="float64"),
+    Case("llama", 2, Parallel(cp=2, cp_method="all_gather"), override={"causal": False}),
+]
+"""Attention without a causal mask; post-norm blocks."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -603,6 +613,7 @@ SPECIAL = [
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     *HYBRID_CASES,
+    *ENCODER_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[

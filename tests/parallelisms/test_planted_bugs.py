@@ -572,6 +572,16 @@ def gates_without_input_gradient() -> None:
     apply.apply_tensor_parallel = splits
 
 
+def encoder_masked_causally() -> None:
+    """Context parallelism masks later tokens, as in a decoder."""
+    layouts = Context.layouts
+
+    def causal(self: Context, cp: int) -> Any:
+        return {method: replace(x, causal=True) for method, x in layouts(self, cp).items()}
+
+    Context.layouts = causal  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -656,6 +666,7 @@ ALSO_LOSS = r"loss 0|gradient .*"
 
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
+    Bug(encoder_masked_causally, Case("bert", 2, Parallel(cp=2), sequences=2), EVERYTHING),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
     Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),
