@@ -353,7 +353,7 @@ def attention(
     scale: float,
     window: int,
     softcap: float,
-    causal: bool = True,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with a row of KERNELS.
 
@@ -402,7 +402,7 @@ def attention_backward(
     scale: float,
     window: int,
     softcap: float,
-    causal: bool = True,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 

@@ -186,7 +186,7 @@ def run_context_attention(
     scale: float,
     window: int,
     softcap: float,
-    causal: bool = True,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of this rank's queries to all blocks of keys.
 
@@ -239,7 +239,7 @@ def run_context_attention_backward(
     scale: float,
     window: int,
     softcap: float,
-    causal: bool = True,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of q, k and v; arguments as in the forward, which returned out and lse."""
     blocks = _blocks(q, tables, group, inner, gathers, window, causal)
