@@ -41,7 +41,7 @@ def textbook(
         for t in range(q.shape[1]):
             seen = torch.arange(t + 1 if causal else q.shape[1])
             if documents is not None:
-                seen = seen[documents[b, : t + 1] == documents[b, t]]
+                seen = seen[documents[b, seen] == documents[b, t]]
             for h in range(q.shape[2]):
                 scores = k[b, seen, h // group].double() @ q[b, t, h].double() / 4
                 out[b, t, h] = scores.softmax(0) @ v[b, seen, h // group].double()
