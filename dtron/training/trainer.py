@@ -293,7 +293,7 @@ class Trainer:
     def _refresh_weights(self) -> None:
         """Update state that depends on weights, after weights were initialized or loaded."""
         if self.run.step.after_update is not None:
-            self.run.step.after_update(torch.ones((), dtype=torch.bool, device=self.place.device))
+            self.run.step.after_update(None)
 
     def _load(self) -> None:
         """Resume from a checkpoint or load initial weights, if the run has either."""
