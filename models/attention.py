@@ -291,9 +291,7 @@ def _has_flash3() -> bool:
     return _capability() == 9 and _installed("flash_attn_interface")
 
 
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True
-) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True) -> Tensor:
     """Call FlexAttention; compile it here unless the caller is compiled."""
     assert isinstance(mask, BlockMask), "flex attention needs the BlockMask from its prepare"
     attend = flex_attention
@@ -324,9 +322,7 @@ def _no_documents(documents: Tensor | None, positions: Tensor, causal: bool = Tr
         )
 
 
-def _prepared(
-    documents: Tables | None, positions: Tensor, causal: bool = True
-) -> Tables | None:
+def _prepared(documents: Tables | None, positions: Tensor, causal: bool = True) -> Tables | None:
     """Return the document tables of context parallelism, with dynamic sizes."""
     return _dynamic(documents)
 
@@ -352,9 +348,7 @@ def _dynamic(tables: Tables | None) -> Tables | None:
     return tables
 
 
-def _dense_mask(
-    documents: Tensor | None, positions: Tensor, causal: bool = True
-) -> Tensor | None:
+def _dense_mask(documents: Tensor | None, positions: Tensor, causal: bool = True) -> Tensor | None:
     """Return the mask bool (B, 1, T, T): tokens attend to tokens of their document, with `causal`
     only to earlier ones."""
     if documents is None:

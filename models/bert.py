@@ -123,9 +123,7 @@ HF = HuggingFace(
         "attention_probs_dropout_prob": 0.1,
     },
     converters=(
-        KeyConverter(
-            frozenset({"num_attention_heads", "hidden_act"}), _read_shape, _write_shape
-        ),
+        KeyConverter(frozenset({"num_attention_heads", "hidden_act"}), _read_shape, _write_shape),
     ),
     ignored_keys=frozenset({"classifier_dropout", "gradient_checkpointing"}),
     older_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},

@@ -380,8 +380,8 @@ def init_parameter(
 
     Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * n_layers)
     for matrices that write to the residual stream (wo, down), so that its variance does not grow
-    with depth (GPT-2; not with post_norm, where norms follow). Norms start at gamma = 1, biases at 0. The stacked matrices of experts are
-    drawn as one tensor.
+    with depth (GPT-2; not with post_norm, where norms follow). Norms start at gamma = 1, biases at
+    0. The stacked matrices of experts are drawn as one tensor.
 
     Args:
         config: config of the model.

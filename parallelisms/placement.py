@@ -71,9 +71,7 @@ class PassThrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """Return the first argument that is a tensor or a tuple of tensors: (x, ...) -> x."""
-        return next(
-            x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) or _is_tensors(x)
-        )
+        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) or _is_tensors(x))
 
 
 def sent_tensors(output: Any) -> tuple[Tensor, ...]:

@@ -97,7 +97,7 @@ class Data(Section):
     """What the model predicts. `next_token`: each token from those before it. `masked`: tokens of
     which it sees a mask, from all other tokens. `auto`: that for which the model is built."""
     mask_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Fraction of the tokens that are predicted, with `objective = "masked"`."""
+    """Probability that a token is predicted, with `objective = "masked"`."""
     mask_token: Text = ""
     """Token that masks others; empty: the first usual one in the vocabulary, such as [MASK]."""
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 

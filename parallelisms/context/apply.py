@@ -66,9 +66,7 @@ class Context:
         """Return {method: its layout of the cp axis} for all methods in use."""
         windows = tuple(dict.fromkeys(w for w in (self.window, *self.windows) if w))
         return {
-            method: replace(
-                layout_of(method, cp, self.inner), windows=windows, causal=self.causal
-            )
+            method: replace(layout_of(method, cp, self.inner), windows=windows, causal=self.causal)
             for method in self.methods
         }
 

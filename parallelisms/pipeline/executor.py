@@ -175,7 +175,7 @@ class Pipeline:
         return self._orders[key]
 
     def expect(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Set shape and dtype of the tensors between all stages, so that stages do not send them."""
+        """Set shape and dtype of the tensors between stages, so that stages do not send these."""
         self._expected = [(shape, dtype)]
 
     def _run(

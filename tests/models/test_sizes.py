@@ -6,9 +6,9 @@ import torch
 from dtron.models import BACKENDS, MODELS, build_model
 
 # Parameters in units of 10^9: model cards and configurations released for Llama, Qwen3 and the
-# mixtures of experts, BertForMaskedLM (base and large, uncased) (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
+# mixtures of experts (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
 # prediction of a second token, which shares embedding and head; Qwen3.5 without vision and without
-# its second token: parameters of Qwen3_5ForCausalLM); for
+# its second token: parameters of Qwen3_5ForCausalLM); BertForMaskedLM, base and large, uncased; for
 # GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
 # (24 * 12 * 2048**2 and two embeddings of 131072 * 2048), a name cut short.
 PUBLISHED = {

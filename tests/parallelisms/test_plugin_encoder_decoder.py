@@ -85,15 +85,11 @@ def in_ranks(case: Case, plant: Callable[[], None] | None = None) -> Any:
         dtype="float32",
         **PLANS[case.plan],
     )
-    rows = [
-        x.chunk(mesh.size("dp_shard"))[mesh.rank("dp_shard")] for x in example.batch(0, ROWS)
-    ]
+    rows = [x.chunk(mesh.size("dp_shard"))[mesh.rank("dp_shard")] for x in example.batch(0, ROWS)]
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = None
-        mean = model.step(
-            rows[0], rows[2], example.loss, micro_batches=4, decoder_tokens=rows[1]
-        )
+        mean = model.step(rows[0], rows[2], example.loss, micro_batches=4, decoder_tokens=rows[1])
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
     evaluated = model.evaluate(rows[0], rows[2], example.loss, decoder_tokens=rows[1])
