@@ -230,8 +230,6 @@ FREE = {
     "parallel.prefetch",
     "parallel.stages_per_rank",
     "parallel.cp_inner",  # of a cp_method that is refused
-    "data.mask_fraction",  # of an objective that is refused
-    "data.mask_token",
     "parallel.timeout_seconds",
     "train.seed",
     "train.max_skipped",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.parallelisms import Mesh, pipeline
@@ -21,7 +22,7 @@ FOUR = [["embed", "encoder.0"], ["encoder.1", "begin"], ["decoder.0"], ["decoder
 @dataclass(frozen=True)
 class Case:
     world: int
-    mesh: dict[str, int]
+    mesh: dict[str, Any]
     stages: int = 2
     schedule: str = "1F1B"
     plan: str = ""
@@ -91,7 +92,7 @@ def in_ranks(case: Case, plant: Callable[[], None] | None = None) -> Any:
             parameter.grad = None
         mean = model.step(rows[0], rows[2], example.loss, micro_batches=4, decoder_tokens=rows[1])
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
     evaluated = model.evaluate(rows[0], rows[2], example.loss, decoder_tokens=rows[1])
     return mean.item(), evaluated.item(), whole
 
