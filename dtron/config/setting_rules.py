@@ -140,7 +140,7 @@ def _known_steps(config: "RunConfig") -> float:
 
 
 def _ends(config: "RunConfig") -> list[str]:
-    """Return the keys that say when the run ends, with their values."""
+    """Return the keys that set the end of the run, with their values."""
     keys = "train.tokens train.epochs train.steps"
     return [f"{key} = {value:g}" for key, value in changed(config, keys)]
 
@@ -178,11 +178,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "parallel.ep_capacity",  # the automatic choice of the dispatcher reads it
         lambda c: (
-            c.parallel.bounded
-            or (c.parallel.ep > 1 and "dispatcher" not in c.parallel.model_fields_set)
+            c.parallel.ep > 1
+            and (c.parallel.bounded or "dispatcher" not in c.parallel.model_fields_set)
         ),
-        needs='parallel.dispatcher = "symmetric_memory" or "bounded_all_to_all", or "auto" with '
-        "parallel.ep > 1",
+        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all" '
+        'or "auto"',
     ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(
@@ -311,8 +311,9 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "train.tokens train.epochs train.steps",
         lambda c: len(_ends(c)) < 2,
         lambda c: (
-            f"{' and '.join(_ends(c))} both say when the run ends; keep one of them "
-            "(train.steps= on the command line leaves a key out)"
+            f"{' and '.join(_ends(c))} both set the end of the run; keep one of them (on the "
+            f"command line, {' or '.join(end.split()[0] + '=' for end in _ends(c))} removes the "
+            "file's value)"
         ),
     ),
     Rule(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,15 +73,9 @@ class Batch:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to all tensors, in a fixed order, but not to tables on the host."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
+        changed: dict[str, Any] = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
         if isinstance(self.documents, Mapping):
-            # Read-only: FSDP moves the tensors of a dict to the device, also those of the host.
-            changed["documents"] = MappingProxyType(
-                {
-                    key: row if key.endswith(ON_HOST) else tuple(change(x) for x in row)
-                    for key, row in self.documents.items()
-                }
-            )
+            changed["documents"] = map_tables(self.documents, change)
         return replace(self, **changed)
 
     def tables_on_host(self) -> list[Tensor]:
@@ -262,6 +257,17 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def map_tables(tables: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
+    """Apply a function to all tensors of tables, but not to those that stay on the host."""
+    # Read-only: FSDP moves the tensors of a dict to the device, also what stays on the host.
+    return MappingProxyType(
+        {
+            key: row if key.endswith(ON_HOST) else tuple(change(x) for x in row)
+            for key, row in tables.items()
+        }
+    )
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:

@@ -240,8 +240,9 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
     """Seconds that a layer waits per micro-batch for copies to the host and back.
 
-    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits for the
-    time by which the copy out exceeds its forward, and the copy back its backward.
+    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits if
+    the copy to the host takes longer than its forward, or the copy back longer than its backward.
+    The wait is the difference.
     """
     if not run.config.recompute.offload:
         return 0.0

@@ -475,7 +475,8 @@ def _least_bytes(
 ) -> float:
     """Return a lower bound of an average pipeline rank's bytes.
 
-    The bound has the rank's share of the state, and the fewest activations in flight.
+    It counts parameters, gradients and optimizer state divided evenly over the ranks, and the
+    activations of the fewest micro-batches in flight.
     """
     tp, pp, cp = (choice[key] for key in ("tp", "pp", "cp"))
     ep = choice["ep"] * choice["etp"]

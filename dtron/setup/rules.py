@@ -625,6 +625,17 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
 """Rules for runs with a float8 recipe."""
 
 
+def _adds_in_no_matmul(run: ModelCandidate) -> bool:
+    """Whether parallel.accumulate_in_matmul finds no matmul that can add to a float32 sum."""
+    plan, config = run.float8, run.config
+    if not config.parallel.accumulate_in_matmul or plan is None:
+        return False
+    if plan.recipe.grad_weight is None or config.float8.filter == "auto":
+        return False
+    computed_in_loss = {run.spec.head[-1]} if config.train.loss_chunks > 1 else set()
+    return not set(plan.unconverted) - computed_in_loss
+
+
 def _lora_modules(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each pattern of lora.modules without a layer, and for wrong ranks."""
     lora, name = run.config.lora, run.config.model.name
@@ -690,6 +701,14 @@ def _narrow_blocks(run: ModelCandidate) -> Iterator[str]:
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
+    Rule(
+        "parallel.accumulate_in_matmul float8.recipe float8.filter float8.skip float8.output "
+        "train.loss_chunks",
+        lambda c: not _adds_in_no_matmul(c),
+        "parallel.accumulate_in_matmul has no effect: all weight gradients are float8 matmuls or "
+        "computed by the chunked loss (train.loss_chunks = {c.train.loss_chunks}), and neither can "
+        'add to a float32 sum; leave it out, or use float8.recipe = "rowwise_with_gw_hp"',
+    ),
     Rule("lora.modules lora.rank lora.dora parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
         "lora.rank model.override",

@@ -13,13 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    abandon_after,
-    write_metadata,
-)
+from dtron.checkpoint.directory import abandon_after
 from dtron.checkpoint.initial_weights import InitialWeights, load_initial
 from dtron.checkpoint.locations import location_of
+from dtron.checkpoint.metadata import CheckpointMetadata, write_metadata
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, DocumentSource, Loader

@@ -180,6 +180,7 @@ WIDTHS: dict[str, Keys] = {
     "qwen3": WIDE,
     "qwen3_5": {**WIDE, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
+    "bert": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
