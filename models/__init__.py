@@ -16,6 +16,7 @@ from dtron.errors import CheckpointError, ConfigError, nearest
 from dtron.io.safetensors_file import Region
 from dtron.io.user_code import check_unique, registered
 from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_backend
+from dtron.models.bert import BERT
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
@@ -54,7 +55,7 @@ MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
         *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
-        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT),
     )
 }
 

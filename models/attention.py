@@ -1,4 +1,4 @@
-"""Causal self-attention, and BACKENDS, the table of its implementations.
+"""Self-attention, and BACKENDS, the table of its implementations.
 
 A backend is a row of BACKENDS: a function of local tensors, its requirements, its features, and the
 form in which it takes documents. The table is in order of preference. `choose_backend` returns the
@@ -32,7 +32,7 @@ from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope, yarn_mscale
 
-Mask = Tensor | BlockMask | Tables | None  # None: causal only
+Mask = Tensor | BlockMask | Tables | None  # None: no documents
 
 
 class AttentionCore(nn.Module):
@@ -46,7 +46,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.backend, self.scale = backend, score_scale(config)
         self.window = config.window if window is None else window
-        self.softcap = config.softcap
+        self.softcap, self.causal = config.softcap, config.causal
         self.by_kernel = modifies_scores(config)
 
     @property
@@ -69,9 +69,9 @@ class AttentionCore(nn.Module):
             (B, T, H, V).
         """
         if not self.by_kernel and not isinstance(mask, Mapping):
-            return self.backend.run(q, k, v, mask, self.scale)
+            return self.backend.run(q, k, v, mask, self.scale, self.causal)
         segments = mask["segments"][0] if isinstance(mask, Mapping) else None
-        settings = (self.backend.kernel, self.scale, self.window, self.softcap)
+        settings = (self.backend.kernel, self.scale, self.window, self.softcap, self.causal)
         return torch.ops.dtron.attention(q, k, v, sink, segments, *settings)[0]
 
 
@@ -110,7 +110,7 @@ def score_scale(config: DecoderConfig) -> float:
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention, (B, T, D) -> (B, T, D), D the width of the model.
+    """Multi-head self-attention, (B, T, D) -> (B, T, D), D the width of the model.
 
     The number of heads is read from the projections' outputs, so that the module also works with
     projections that are sharded over heads.
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         Args:
             x: (B, T, D), normalised.
             rope: float32 (B or 1, T, K) from `rope_table`; None: no rotation.
-            mask: from the backend's `prepare`; None: causal.
+            mask: from the backend's `prepare`; None: no documents.
             keys: int64 (B, T) dropout keys; required in training with attention dropout.
         """
         q, k, v = self.heads(x, rope)
@@ -164,7 +164,8 @@ class Attention(nn.Module):
             v = F.pad(v, (0, q.shape[-1] - width))
         if self.drop.p and self.training:
             assert keys is not None, "attention dropout needs dropout keys"
-            out = math_attention(q, k, v, mask, self.core.scale, self.drop, keys)
+            scoring = self.core.scale, self.core.causal
+            out = math_attention(q, k, v, mask, *scoring, self.drop, keys)
         else:
             out = self.core(q, k, v, mask, None if self.sinks is None else self.sinks(q))
         out = out[..., :width].flatten(-2)
@@ -179,6 +180,7 @@ def math_attention(
     v: Tensor,
     mask: Mask,
     scale: float,
+    causal: bool = True,
     drop: AttentionDropout | None = None,
     keys: Tensor | None = None,
 ) -> Tensor:
@@ -188,8 +190,10 @@ def math_attention(
         q: (B, T, H, K).
         k: (B, S, G, K).
         v: (B, S, G, V).
-        mask: bool (B, 1, T, S), True: attend; None: causal, with S = T.
+        mask: bool (B, 1, T, S), True: attend; None: all keys, or with `causal`, where S = T, the
+            keys up to the query's own.
         scale: factor on q k^T.
+        causal: used without a mask.
         drop: dropout of the attention weights; None: no dropout.
         keys: int64 (B, T) dropout keys of the queries.
     Returns:
@@ -199,9 +203,10 @@ def math_attention(
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide), v.to(wide)
     scores = torch.einsum("btghk,bsgk->bghts", q * scale, k).flatten(1, 2)
-    if mask is None:
+    if mask is None and causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1)
     if drop is not None and keys is not None:
         weights = drop(weights, keys)
@@ -210,7 +215,13 @@ def math_attention(
 
 
 def _sdpa(
-    kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+    kernel: SDPBackend | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    causal: bool = True,
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention with one kernel; None: torch chooses."""
     assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
@@ -224,7 +235,7 @@ def _sdpa(
     attend = functools.partial(
         F.scaled_dot_product_attention,
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=shared,
     )
@@ -255,11 +266,15 @@ class _DenseGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def _flash4(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return flash4(q, k, v, scale, causal=True)[0]
+def _flash4(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True
+) -> Tensor:
+    return flash4(q, k, v, scale, causal=causal)[0]
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True
+) -> Tensor:
     """Call the flash-attn package: FlashAttention-3 if installed, else FlashAttention-2."""
     if _has_flash3():
         from flash_attn_interface import flash_attn_func
@@ -267,7 +282,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Te
         from flash_attn.flash_attn_interface import flash_attn_func
 
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic)
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, deterministic=deterministic)
     return out[0] if isinstance(out, tuple) else out  # early FlashAttention-3: (out, lse)
 
 
@@ -276,7 +291,7 @@ def _has_flash3() -> bool:
     return _capability() == 9 and _installed("flash_attn_interface")
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True) -> Tensor:
     """Call FlexAttention; compile it here unless the caller is compiled."""
     assert isinstance(mask, BlockMask), "flex attention needs the BlockMask from its prepare"
     attend = flex_attention
@@ -299,7 +314,7 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask)  # unfused it would materialise T * T booleans
 
 
-def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
+def _no_documents(documents: Tensor | None, positions: Tensor, causal: bool = True) -> None:
     if documents is not None:
         raise ConfigError(
             "this model's attention backend does not support document masks (data.mask_documents); "
@@ -307,12 +322,14 @@ def _causal_only(documents: Tensor | None, positions: Tensor) -> None:
         )
 
 
-def _prepared(documents: Tables | None, positions: Tensor) -> Tables | None:
+def _prepared(documents: Tables | None, positions: Tensor, causal: bool = True) -> Tables | None:
     """Return the document tables of context parallelism, with dynamic sizes."""
     return _dynamic(documents)
 
 
-def _segments(documents: Tensor | Tables | None, positions: Tensor) -> Tables | None:
+def _segments(
+    documents: Tensor | Tables | None, positions: Tensor, causal: bool = True
+) -> Tables | None:
     """Return document boundaries; compute them unless the caller has computed them on the host."""
     if isinstance(documents, Tensor):
         documents = {"segments": (document_segments(documents),)}
@@ -331,27 +348,29 @@ def _dynamic(tables: Tables | None) -> Tables | None:
     return tables
 
 
-def _dense_mask(documents: Tensor | None, positions: Tensor) -> Tensor | None:
-    """Return the mask bool (B, 1, T, T): tokens attend to earlier tokens of their document."""
+def _dense_mask(documents: Tensor | None, positions: Tensor, causal: bool = True) -> Tensor | None:
+    """Return the mask bool (B, 1, T, T): tokens attend to tokens of their document, with `causal`
+    only to earlier ones."""
     if documents is None:
         return None
-    return (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
+    seen = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return (seen.tril() if causal else seen).unsqueeze(1)
 
 
-def _block_mask(documents: Tensor | None, positions: Tensor) -> BlockMask:
+def _block_mask(documents: Tensor | None, positions: Tensor, causal: bool = True) -> BlockMask:
     """Return the mask of `_dense_mask` as a BlockMask; FlexAttention skips its empty blocks."""
 
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
+    def precedes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k if causal else q >= 0
 
     def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert documents is not None
-        return (q >= k) & (documents[b, q] == documents[b, k])
+        return precedes(b, h, q, k) & (documents[b, q] == documents[b, k])
 
     create = _compiled_block_mask() if positions.is_cuda else create_block_mask
     tokens, device = positions.shape[1], positions.device
     if documents is None:
-        return create(causal, None, None, tokens, tokens, device=device)
+        return create(precedes, None, None, tokens, tokens, device=device)
     return create(same_document, documents.shape[0], None, tokens, tokens, device=device)
 
 
@@ -467,17 +486,18 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of causal attention."""
+    """One implementation of attention."""
 
     name: str
     """Value of `model.attention`."""
-    run: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]
-    """(q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), prepared mask, scale) -> (B, T, H, V)."""
+    run: Callable[..., Tensor]
+    """(q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), prepared mask, scale, causal = True) ->
+    (B, T, H, V)."""
     unavailable: Callable[[AttentionNeeds], str | None]
     """Returns why the backend cannot run; None: it can run."""
-    prepare: Callable[[Any, Tensor], Mask] = _causal_only
-    """(documents int32 (B, T), tables or None; positions (B or 1, T)) -> mask for all blocks;
-    called once per forward."""
+    prepare: Callable[..., Mask] = _no_documents
+    """(documents int32 (B, T), tables or None; positions (B or 1, T); causal = True) -> mask for
+    all blocks; called once per forward."""
     documents: bool = False
     """Whether the backend supports document masks."""
     dropout: bool = False

@@ -1,4 +1,4 @@
-"""Configuration of a decoder-only transformer: one flat, frozen DecoderConfig per size.
+"""Configuration of a transformer: one flat, frozen DecoderConfig per size.
 
 Fields are flat so that each can be overridden alone, as `model.override.KEY=value`. Derived values
 are properties and are never stored.
@@ -54,24 +54,31 @@ class DecoderConfig(BaseModel):
     """Width of a head; 0: dim / n_heads."""
     ffn_dim: int = Field(default=0, ge=0, le=2**24)
     """Hidden width of the dense feed-forward layers; 0 if every layer has experts."""
-    activation: Literal["swiglu", "geglu", "gelu", "relu2", "clamped_swiglu"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2", "clamped_swiglu"] = (
+        "swiglu"
+    )
     """Activation of the feed-forward layers; swiglu, geglu and clamped_swiglu have a gate
     projection (dtron.models.layers.ACTIVATIONS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of all norms (dtron.models.layers.NORMS)."""
     norm_eps: float = Field(default=1e-5, gt=0, le=MOST_FACTOR)
     """Epsilon of the norms, added before the square root; norms of latent vectors use 1e-6."""
+    post_norm: bool = False
+    """Post-norm, as BERT (arXiv:1810.04805): x becomes norm(x + layer(x)), and embeddings are
+    normalised. Before the head, which has a bias, are a linear layer, the activation and a norm."""
     norm_zero_centered: bool = False
     """Store norm weights as gamma - 1, as Megatron-LM checkpoints may do. Norm weights have no
     weight decay in either form."""
     qk_norm: bool = False
     """Normalise every query and key head (arXiv:2302.05442)."""
-    post_norms: bool = False
+    sandwich_norms: bool = False
     """Also normalise the output of attention and of the feed-forward layer, before it is added to
     the residual stream (Gemma 2, arXiv:2408.00118)."""
     bias: bool = False
     """Whether linear layers of the blocks have biases, experts and routers included. shared_gate,
     MTP's merge and the head never have one."""
+    causal: bool = True
+    """Whether tokens attend to earlier tokens only; false: to all tokens, as in an encoder."""
     window: int = Field(default=0, ge=0, le=2**31)
     """Sliding window: maximum number of tokens that a token attends to, including itself
     (arXiv:2004.05150); 0: full causal attention."""
@@ -119,6 +126,9 @@ class DecoderConfig(BaseModel):
     position embedding is added to the token embedding."""
     max_seq_len: int = Field(default=2048, ge=1, le=2**31)
     """Maximum sequence length with `positions = "learned"`, in tokens; rope has no limit."""
+    token_types: int = Field(default=0, ge=0, le=2**16)
+    """Number of token types, whose embeddings are added to those of tokens (BERT). dtron's data
+    have type 0 only. 0: no such embeddings."""
     rope_theta: float = Field(default=10000.0, gt=0, le=MOST_FACTOR)
     """Base of the rotation frequencies."""
     rope_local_theta: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
@@ -304,7 +314,7 @@ class DecoderConfig(BaseModel):
         """Number of parameters that no matmul uses: untied token embeddings, learned positions."""
         tokens = 0 if self.tied else self.vocab_size * self.dim
         positions = self.max_seq_len * self.dim if self.positions == "learned" else 0
-        return tokens + positions
+        return tokens + positions + self.token_types * self.dim
 
     @model_validator(mode="after")
     def _check(self) -> "DecoderConfig":

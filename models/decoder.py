@@ -4,14 +4,16 @@ One module covers all families; a DecoderConfig selects the variant. It is unsha
 rank, mesh or process group: parallelism is applied from outside, by module name (FQN):
 
     embed, position_embed                              position_embed for learned positions
+    type_embed, embed_norm                             with token types; with post_norm
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
     blocks.<i>.delta                                   in place of .attn (`gated_delta_net.py`)
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
-    blocks.<i>.{attn_post_norm,ffn_post_norm}          with post_norms
+    blocks.<i>.{attn_post_norm,ffn_post_norm}          with sandwich_norms
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
+    transform                                          before them, with post_norm
     mtp_embed                                          with mtp: shares the embedding's weight
     blocks.<n_layers + k>, .{token_norm,hidden_norm,merge,norm}    MTP block k: a block, plus these
 
@@ -48,7 +50,7 @@ from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
-from dtron.models.layers import FeedForward, norm, soft_cap
+from dtron.models.layers import ACTIVATIONS, FeedForward, norm, soft_cap
 from dtron.models.moe import MoE
 from dtron.models.rope import rope_table
 
@@ -69,8 +71,8 @@ class Block(nn.Module):
         self._build_attention(config, backend, window)
         self.ffn_norm = norm(config, config.dim)
         self.ffn = self._feed_forward(config)
-        self.attn_post_norm = norm(config, config.dim) if config.post_norms else None
-        self.ffn_post_norm = norm(config, config.dim) if config.post_norms else None
+        self.attn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
+        self.ffn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
@@ -115,6 +117,35 @@ class Block(nn.Module):
     def _add_ffn(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
         h = h if self.ffn_post_norm is None else self.ffn_post_norm(h)
         return x + self.ffn_drop(h, dropout_keys)
+
+
+class PostNormBlock(Block):
+    """Post-norm transformer block: x = norm(x + attention(x)), then norm(x + feed_forward(x))."""
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """Apply the block: (B, T, D) -> (B, T, D); arguments as in `Block.forward`."""
+        h = self.attn_drop(self.attn(x, rope, mask, dropout_keys), dropout_keys)
+        x = self.attn_norm(x + h)
+        return self.ffn_norm(x + self.ffn_drop(self.feed_forward(x), dropout_keys))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Apply the feed-forward layer to each token: (B, T, D) -> (B, T, D)."""
+        return self.ffn(x)
+
+
+class HeadTransform(nn.Module):
+    """Linear layer and activation before the norm and the head of a masked language model."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.dim, config.dim)
+        self.activation = ACTIVATIONS[config.activation].function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform hidden states: (B, T, D) -> (B, T, D)."""
+        return self.activation(self.dense(x))
 
 
 class DeltaBlock(Block):
@@ -245,18 +276,24 @@ class Decoder(nn.Module):
         self.position_embed: nn.Embedding | None = (
             nn.Embedding(config.max_seq_len, config.dim) if learned else None
         )
+        self.type_embed: nn.Embedding | None = None
+        if config.token_types:
+            self.type_embed = nn.Embedding(config.token_types, config.dim)
+        self.embed_norm = norm(config, config.dim) if config.post_norm else None
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
         windows = (*config.windows, *[config.window] * config.mtp)
+        blocks = {**BLOCKS, LayerKind(): PostNormBlock} if config.post_norm else BLOCKS
         self.blocks = nn.ModuleDict(
             {
-                str(layer): BLOCKS[kind](config, backend, window)
+                str(layer): blocks[kind](config, backend, window)
                 for layer, (kind, window) in enumerate(
                     zip(config.layer_kinds, windows, strict=True)
                 )
             }
         )
+        self.transform = HeadTransform(config) if config.post_norm else None
         self.norm = norm(config, config.dim)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=config.post_norm)
         if config.tied:
             self.head.weight = self.embed.weight
         if config.mtp:
@@ -274,8 +311,9 @@ class Decoder(nn.Module):
         order: Tensor | None = None,
         real: Tensor | None = None,
         loss_weights: Tensor | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Predict the next token at every position.
+        """Predict the next token, or without a causal mask the token itself, at every position.
 
         Args:
             x: tokens int64 (B, T), or hidden states (B, T, D) in a later pipeline stage.
@@ -290,6 +328,7 @@ class Decoder(nn.Module):
                 context parallelism.
             real: bool (B, T), False for padding; None: no padding. Used by models with experts.
             loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
+            token_types: int64 (B, T), of models with token types; None: 0 for all tokens.
         Returns:
             Logits (B, T, V) in the dtype of computation, or with labels the head's losses: (their
             sum, the sum of each sequence (B,)). With `mtp_tokens`, a tuple of 1 + P logits; or with
@@ -299,9 +338,9 @@ class Decoder(nn.Module):
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
             positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        mask = self.backend.prepare(documents, positions)
+        mask = self.backend.prepare(documents, positions, self.config.causal)
         if not x.is_floating_point():
-            x = self._embed(x, positions, dropout_keys)
+            x = self._embed(x, positions, dropout_keys, token_types)
         rope, local_rope = self._rope_tables(positions)
         starts = document_starts(documents, positions) if self.config.delta_key_heads else None
         routed = (order if self.config.capacity_factor else None, real)
@@ -315,7 +354,7 @@ class Decoder(nn.Module):
             else:
                 table = local_rope if self.config.windows[int(layer)] else rope
                 x = self._through(block, routed, x, table, mask, keys)
-        x = self.norm(x)
+        x = self.norm(x if self.transform is None else self.transform(x))
         if mtp_tokens is None or not predictions:
             return self._logits(x) if labels is None else self.head(x, labels=labels)
         # Call embedding and head once each: under sharding every call gathers the weight.
@@ -360,8 +399,12 @@ class Decoder(nn.Module):
             return embeddings
         return embeddings * torch.tensor(self.config.dim**0.5, dtype=embeddings.dtype)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, keys: Tensor | None, types: Tensor | None
+    ) -> Tensor:
         x = self._scaled(self.embed(tokens))
+        if self.type_embed is not None:
+            x = x + self.type_embed(torch.zeros_like(tokens) if types is None else types)
         if self.position_embed is not None:
             if tokens.shape[1] > self.config.max_seq_len:
                 raise ConfigError(
@@ -369,6 +412,8 @@ class Decoder(nn.Module):
                     f"sequence length of {tokens.shape[1]} tokens; use {tokens.shape[1]} or more"
                 )
             x = x + self.position_embed(positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         return self.embed_drop(x, self._layer_keys(keys, -1))
 
     def _layer_keys(self, keys: Tensor | None, layer: int) -> Tensor | None:
@@ -387,8 +432,8 @@ def init_parameter(
 
     Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * n_layers)
     for matrices that write to the residual stream (wo, down), so that its variance does not grow
-    with depth (GPT-2). Norms start at gamma = 1, biases at 0. The stacked matrices of experts are
-    drawn as one tensor.
+    with depth (GPT-2; not with post_norm, where norms follow). Norms start at gamma = 1, biases at
+    0. The stacked matrices of experts are drawn as one tensor.
 
     Args:
         config: config of the model.
@@ -406,7 +451,7 @@ def init_parameter(
         full.zero_()
     elif name.endswith("norm"):
         full.fill_(0.0 if config.norm_zero_centered else 1.0)
-    elif name in ("wo", "down"):
+    elif name in ("wo", "down") and not config.post_norm:
         full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
     else:
         full.normal_(0.0, INIT_STD, generator=generator)

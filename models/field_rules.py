@@ -139,6 +139,20 @@ def _small_groups(config: "DecoderConfig") -> Iterator[str]:
         )
 
 
+_ENCODER = {"window": 0, "delta_key_heads": 0, "mtp": 0}
+_POST_NORM = {"n_experts": 0, "delta_key_heads": 0, "mtp": 0}
+
+
+def _wrong_encoder(config: "DecoderConfig") -> Iterator[str]:
+    for setting, legal in (
+        ("causal = false", {} if config.causal else _ENCODER),
+        ("post_norm = true", _POST_NORM if config.post_norm else {}),
+    ):
+        for key, value in legal.items():
+            if getattr(config, key) != value:
+                yield f"{key} = {getattr(config, key)} conflicts with {setting}; use {value}"
+
+
 FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     _divides("n_kv_heads", "n_heads"),
     Rule("dim n_heads head_dim", finds_none(_indivisible_dim)),
@@ -220,6 +234,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "window kv_lora_rank bias",
         finds_none(_wrong_delta),
     ),
+    Rule("causal post_norm window delta_key_heads mtp n_experts", finds_none(_wrong_encoder)),
     Rule(
         "output_gate kv_lora_rank",
         lambda c: not (c.output_gate and c.kv_lora_rank),

@@ -3,6 +3,7 @@
     full     6 * P + 6 * L * H * (K + V) * S    attention over all S x S pairs (PaLM, torchtitan)
     causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
+Without a causal mask (BERT) all pairs count in both conventions.
 A frozen weight has no gradient and counts 4 instead of 6. A gated delta net counts, instead of the
 attention term, 18 * K * V per value head in both conventions: each token reads, writes and reads a
 state of K x V, evaluated token by token; evaluation by chunks takes more.
@@ -50,6 +51,8 @@ class FlopsModel:
     v_head_dim: int
     state_flops: float = 0.0
     """FLOPs per token of forward and backward in the states of all gated delta nets."""
+    causal: bool = True
+    """Whether the causal convention counts half of the pairs; false: all pairs in both."""
     frozen_params: int = 0
     """Parameters of `matmul_params` whose gradients are not computed."""
 
@@ -71,6 +74,7 @@ class FlopsModel:
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
+            causal=config.causal,
         )
 
 
@@ -78,7 +82,7 @@ def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
     attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
     attention += config.n_heads if config.sinks else 0
-    norms = 4 if config.post_norms else 2
+    norms = 4 if config.sandwich_norms else 2
     layers = config.n_layers * norms * _norm(config, config.dim)
     layers += (config.n_layers - config.n_delta_layers) * attention
     layers += config.n_delta_layers * _gated_delta_net(config)
@@ -90,6 +94,10 @@ def n_parameters(config: DecoderConfig) -> int:
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
+    embeddings += config.token_types * config.dim
+    if config.post_norm:  # of embeddings and before the head; biases of transform and head
+        embeddings += _norm(config, config.dim)
+        embeddings += config.dim * (config.dim + 1) + config.vocab_size
     return layers + _norm(config, config.dim) + embeddings
 
 
@@ -166,7 +174,8 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
     """
     heads = model.n_heads * (model.qk_head_dim + model.v_head_dim)
     weights = 6 * model.matmul_params - 2 * model.frozen_params
-    attention = _PASSES[convention] * model.n_layers * heads * attended
+    passes = _PASSES[convention if model.causal else "full"]
+    attention = passes * model.n_layers * heads * attended
     return weights + attention + model.state_flops
 
 

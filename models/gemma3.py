@@ -38,7 +38,7 @@ _ARCHITECTURE: dict[str, Any] = {
     "activation": "geglu",
     "norm": "rmsnorm",
     "norm_zero_centered": True,
-    "post_norms": True,
+    "sandwich_norms": True,
     "qk_norm": True,
     "positions": "rope",
     "scale_embeddings": True,

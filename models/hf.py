@@ -99,6 +99,8 @@ class HuggingFace:
     they follow the other layers."""
     prefix: str = ""
     """Prefix of all tensor names except the head's; files of a model without head omit it."""
+    older_names: Mapping[str, str] = field(default_factory=dict)
+    """End of a tensor's name in old files -> its end today."""
     ignored_tensors: Sequence[str] = ()
     """Patterns of tensors in old files that are not weights, such as masks."""
     copies: Callable[[DecoderConfig], Mapping[str, str]] = lambda config: {}

@@ -263,6 +263,9 @@ class HFFolder:
     def _name(self, key: str) -> str | None:
         """Return a tensor's name in the language model; None: a tensor of another part."""
         inside = self._hf.inside
+        for old, new in self._hf.older_names.items():
+            if key.endswith(old):
+                key = key.removesuffix(old) + new
         if inside is None:
             return key
         if key.startswith(inside.others):
@@ -342,7 +345,8 @@ class HFFolder:
         copies = dict(self._hf.copies(self.config))
         reason = ", of which it must be a copy"
         if self.config.tied:
-            copies = dict.fromkeys([_HEAD, *copies], "embed.weight")
+            head = locate(self._hf, "head.weight", ()).theirs
+            copies = dict.fromkeys([head, *copies], "embed.weight")
             reason = f", but {CONFIG} ties them; to load both, set tie_word_embeddings to false"
         if key not in copies:
             return False

@@ -107,6 +107,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation(F.silu, gated=True),
     "geglu": Activation(_gelu, gated=True),
     "gelu": Activation(_gelu, gated=False),
+    "gelu_exact": Activation(F.gelu, gated=False),
     "relu2": Activation(_relu2, gated=False),
     "clamped_swiglu": Activation(_clamped_silu, gated=True, linear=_clamped_linear),
 }

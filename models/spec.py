@@ -31,8 +31,13 @@ from dtron.parallelisms.placement import (
 
 
 def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """Return the names of the token embedding and, if learned, the position embedding."""
-    return ("embed", "position_embed") if config.positions == "learned" else ("embed",)
+    """Return the names of the modules that embed tokens, positions and token types."""
+    absent = {
+        "position_embed": config.positions != "learned",
+        "type_embed": not config.token_types,
+        "embed_norm": not config.post_norm,
+    }
+    return ("embed", *(name for name in absent if not absent[name]))
 
 
 def vocabulary_modules(config: DecoderConfig) -> tuple[str, ...]:
@@ -67,8 +72,9 @@ def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
         return ("blocks.*",)
     if config.mtp:
         return ("blocks.*", ("norm", "head"))
-    embeddings = ("embed", "position_embed") if config.positions == "learned" else "embed"
-    return (embeddings, "blocks.*", ("norm", "head"))
+    head = ("transform", "norm", "head") if config.post_norm else ("norm", "head")
+    embeddings = embedding_modules(config)
+    return (embeddings if len(embeddings) > 1 else "embed", "blocks.*", head)
 
 
 def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]:
@@ -86,6 +92,8 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
     rows = {
         "embed": rowwise(output=between),
         "position_embed": looked_up,
+        "type_embed": looked_up,
+        "embed_norm": tokenwise,
         "embed_drop": keyed,
         "blocks.*.attn_norm": tokenwise,
         **(_latent_rows if config.kv_lora_rank else _attention_rows)(config, between, tokenwise),
@@ -100,13 +108,17 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.*_post_norm": tokenwise,
         "blocks.*.ffn_drop": keyed,
         **(_mtp_rows(between, tokenwise) if config.mtp else {}),
+        "transform.dense": tokenwise,
         "norm": tokenwise,
         "head": colwise(inputs=between),
     }
     absent = {
         "position_embed": config.positions != "learned",
+        "type_embed": not config.token_types,
+        "embed_norm": not config.post_norm,
+        "transform.dense": not config.post_norm,
         "blocks.*.attn.sinks": not config.sinks,
-        "blocks.*.*_post_norm": not config.post_norms,
+        "blocks.*.*_post_norm": not config.sandwich_norms,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
 

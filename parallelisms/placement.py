@@ -33,7 +33,6 @@ __all__ = [
     "colwise",
     "contains",
     "experts",
-    "first_tensor",
     "heads",
     "leaves",
     "matches",
@@ -46,6 +45,7 @@ __all__ = [
     "select",
     "select_parameters",
     "select_units",
+    "sent_tensors",
     "sequence",
     "whole_heads",
     "whole_input",
@@ -69,27 +69,36 @@ class PassThrough(nn.Module):
     It has the module's FQN, so that patterns match the same names in every stage.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the first tensor argument: (x, ...) -> x."""
-        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Return the first argument that is a tensor or a tuple of tensors: (x, ...) -> x."""
+        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) or _is_tensors(x))
 
 
-def first_tensor(output: Any) -> Tensor:
-    """Return the tensor that a pipeline stage sends on: its output, or the first tensor in it.
+def sent_tensors(output: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a pipeline stage sends on.
 
-    The output may be a tuple, list, mapping or Hugging Face output class.
+    These are the output, or all tensors of a tuple that contains nothing else. The output may also
+    be another tuple, a list, a mapping or a Hugging Face output class; then its first tensor is
+    sent.
 
     Raises:
         PlacementError: the output has no tensor.
     """
+    if _is_tensors(output):
+        return output
     values: Iterable[Any] = output if isinstance(output, tuple | list) else [output]
     for value in output.values() if isinstance(output, Mapping) else values:
         if isinstance(value, Tensor):
-            return value
+            return (value,)
     raise PlacementError(
         f"a pipeline stage returns a {type(output).__name__} without a tensor; let the model "
         "return a tensor, or a tuple, list or mapping with a tensor"
     )
+
+
+def _is_tensors(value: Any) -> bool:
+    """Whether a value is a tuple of tensors, with at least one."""
+    return type(value) is tuple and len(value) > 0 and all(isinstance(x, Tensor) for x in value)
 
 
 def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

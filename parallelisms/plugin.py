@@ -143,7 +143,8 @@ def pipeline(
         loss = model.step(x, y, cross_entropy, micro_batches=8)
 
     Every rank runs the model's own forward, in which modules of other stages return their first
-    tensor argument. So the forward must pass a single tensor from stage to stage. Operations
+    argument that is a tensor or a tuple of tensors. So the forward must pass one tensor, or one
+    tuple of them, from stage to stage, as its first argument. Operations
     outside of modules run in every stage and must accept hidden states (example: a mask computed
     from the shape). Operations that must run once (embedding, pooling, dropout) must be in a module
     of a stage.

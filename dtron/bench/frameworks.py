@@ -118,6 +118,7 @@ _TITAN_LACKS = (
     "parallel.sequence_parallel",
     "data.mask_documents",
     "data.packing",
+    "data.objective",
     "train.loss_chunks",
     "optim.name",
     "optim.moments",

@@ -93,6 +93,13 @@ class Data(Section):
     `pad`, only documents longer than a sequence are split, and labels never cross documents."""
     mask_documents: bool = False
     """Restrict attention to each document, and restart positions at its first token."""
+    objective: Literal["auto", "next_token", "masked"] = "auto"
+    """What the model predicts. `next_token`: each token from those before it. `masked`: tokens of
+    which it sees a mask, from all other tokens. `auto`: that for which the model is built."""
+    mask_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """Probability that a token is predicted, with `objective = "masked"`."""
+    mask_token: Text = ""
+    """Token that masks others; empty: the first usual one in the vocabulary, such as [MASK]."""
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
     """Maximum size of a document or line of a file, in MB (10^6 bytes). A longer one is an error:
     this limits host memory."""

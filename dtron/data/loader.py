@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dtron.data.fetch_ahead import FetchAhead
+from dtron.data.objectives import Objective
 from dtron.data.packing import IGNORE, Packed, State, TrainingSource, ValidationSource
 from dtron.errors import ConfigError, DataError
 
@@ -112,6 +113,7 @@ class Loader:
         dp_rank, dp_size: which data-parallel rank this is, of how many.
         first_sequence: index of the first step's first sequence.
         ahead: number of steps to read ahead in a background thread; 0: none, without a thread.
+        objective: sets the labels of each sequence; None: those of the source.
     Raises:
         ConfigError: global_batch is not a multiple of dp_size * micro_batch.
     """
@@ -126,6 +128,7 @@ class Loader:
         dp_size: int,
         first_sequence: int = 0,
         ahead: int = 0,
+        objective: Objective | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"data-parallel rank {dp_rank} of {dp_size}"
         if global_batch % (dp_size * micro_batch):
@@ -133,7 +136,7 @@ class Loader:
                 f"train.global_batch = {global_batch} is not a multiple of {dp_size} "
                 f"data-parallel ranks x train.micro_batch = {micro_batch}"
             )
-        self._source = source
+        self._source, self._objective = source, objective
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._next, self._ahead = first_sequence, ahead
@@ -174,6 +177,8 @@ class Loader:
         )
         numbers = [k for each in rows for k in each]
         packed = dict(zip(numbers, self._source.sequences(numbers), strict=True))
+        if self._objective is not None:
+            packed = {k: self._objective(k, each) for k, each in packed.items()}
         batches = [stacked(packed.__getitem__, each) for each in rows]
         self._next += self._global_batch
         return batches

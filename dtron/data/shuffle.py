@@ -17,6 +17,19 @@ def hash64(values: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def draws(seed: int, number: int, stream: int, n: int) -> np.ndarray:
+    """Return n random numbers, uint64 (n,), as a function of all arguments.
+
+    Args:
+        seed, number, stream: e.g. the seed of a run, the number of a sequence, what is drawn; may
+            be negative.
+    """
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, number, stream):
+        key = hash64(key ^ np.array([part % 2**64], dtype=np.uint64))
+    return hash64(np.arange(n, dtype=np.uint64) ^ key)
+
+
 def shuffled(numbers: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """Return a random order of int64 (n,) numbers, as int64 (n,) indices."""
     key = np.array([seed % 2**64], dtype=np.uint64)

@@ -128,6 +128,10 @@ class Tokenizer(Protocol):
         """Return the text of ids, without EOS."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a special token, such as `[MASK]`; None: the vocabulary lacks it."""
+        ...
+
 
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes: ids 0 to 255; 256 ends a document."""
@@ -157,6 +161,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; EOS is dropped, and bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i != self.eos_id).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Return None: there are no special tokens."""
+        return None
 
 
 class JsonTokenizer:
@@ -217,6 +225,10 @@ class JsonTokenizer:
         kept = [i for i in ids if i not in (self.eos_id, self.bos_id)]
         with self._naming_errors("it cannot decode its tokens"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None: the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
 
     @contextlib.contextmanager
     def _naming_errors(self, what: str) -> Iterator[None]:

@@ -156,7 +156,7 @@ def attention(
     if not any(asked):
         return BACKENDS[name].run(q, k, v, None, scale), None
     segments = None if cu_seq_lens_q is None else torch.stack([cu_seq_lens_q] * 2).int()
-    settings = (BACKENDS[name].kernel, scale, window, cap)
+    settings = (BACKENDS[name].kernel, scale, window, cap, True)
     return torch.ops.dtron.attention(q, k, v, s_aux, segments, *settings)[0], None
 
 

@@ -107,7 +107,7 @@ def load(config: RunConfig, place: Place, validation: bool, average: bool = Fals
     setup = set_up_model(config, place, starts=False)
     tokenizer = open_tokenizer(config, setup.config)
     initial = replace(open_weights(config, setup.config, tokenizer), average=average)
-    sets = open_sets(config, place) if validation else {}
+    sets = open_sets(config, setup.config, tokenizer, place) if validation else {}
     group = host_group(config.parallel.timeout_seconds)
     mesh = build_mesh(config, place.world_size, place.device.type)
     builder = ModelBuilder(config, setup.measured(config, place, group), mesh)

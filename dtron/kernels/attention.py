@@ -354,8 +354,9 @@ def attention(
     scale: float,
     window: int,
     softcap: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention with a row of KERNELS.
+    """Compute attention with a row of KERNELS.
 
     Shapes: B sequences, T tokens, H query heads, G key/value heads, K width of keys, V of values.
 
@@ -370,11 +371,12 @@ def attention(
         scale: factor of q k^T.
         window: maximum number of keys that a query sees, including its own; 0: all keys.
         softcap: c: scores s become c tanh(s / c); 0: off.
+        causal: whether a query sees only keys up to its own.
     Returns:
         out (B, T, H, V), lse (B, T, H).
     """
     flat = [_end_to_end(x, segments) for x in (q, k, v)]
-    out, lse = KERNELS[kernel].forward(*flat, segments, Score(scale, True, window, softcap))
+    out, lse = KERNELS[kernel].forward(*flat, segments, Score(scale, causal, window, softcap))
     lse = lse.transpose(1, 2)
     out, lse = (out, lse) if sink is None else add_sink(out, lse, sink)
     shape = (*q.shape[:3], v.shape[-1])
@@ -401,6 +403,7 @@ def attention_backward(
     scale: float,
     window: int,
     softcap: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
@@ -408,7 +411,7 @@ def attention_backward(
     """
     flat = [_end_to_end(x, segments) for x in (grad, q, k, v, out, lse)]
     flat[-1] = flat[-1].transpose(1, 2).contiguous()
-    score = Score(scale, True, window, softcap)
+    score = Score(scale, causal, window, softcap)
     grads = KERNELS[kernel].backward(*flat, segments, score)
     dq, dk, dv = (g.reshape(x.shape).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

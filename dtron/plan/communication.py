@@ -15,7 +15,7 @@ from dtron.lora.dora import MAGNITUDE
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations, muon
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, gathered_bytes, held, parameters, unit, units
+from dtron.plan.parameters import Unit, gathered_bytes, held, parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
 
@@ -445,11 +445,12 @@ def muon_collectives(run: Resolved, rank: int, domain: int) -> Iterator[Collecti
 def _tied(run: Resolved, rank: int) -> float:
     """Bytes of gradients that a rank exchanges for weights that two stages hold.
 
-    Such weights are a tied head, or the embedding that multi-token prediction also reads.
+    Such a weight is that of the token embedding, which a tied head or multi-token prediction reads.
     """
     if not (run.model.tied or run.model.mtp) or run.frozen:
         return 0.0
     holders = {stage.rank for stage in run.stages if stage.embedding or stage.head}
     if rank not in holders or len(holders) == 1:
         return 0.0
-    return 4.0 * unit(run, "embedding", "root").shard
+    listed = zip(parameters(run, "embedding"), sizes(run, "embedding"), strict=True)
+    return sum(4.0 * each.shard for parameter, each in listed if parameter.name == "embed.weight")

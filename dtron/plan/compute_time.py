@@ -116,7 +116,9 @@ def _adapter(run: Resolved, kind: LayerKind, of: ShardedMatmul) -> list[ShardedM
 
 
 def attention_flops(run: Resolved, layer: int) -> float:
-    """Return a rank's attention FLOPs in a layer's forward, over the causal half of the scores.
+    """Return a rank's attention FLOPs in a layer's forward.
+
+    With a causal mask these are the FLOPs over half of the scores.
 
     For a gated delta net these are the FLOPs in its states.
     """
@@ -124,7 +126,7 @@ def attention_flops(run: Resolved, layer: int) -> float:
         return delta_flops(run.model) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
-    seen = min(length, 2 * window) if window else length
+    seen = min(length, 2 * window) if window else length * (1 if model.causal else 2)
     widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
     return float(widths) * run.tokens * seen
 
@@ -256,7 +258,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         # feed-forward layer whose output a post-norm reads.
         chained = options.compile.enable and run.tp == 1
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
-        equal = ("attn", "delta", "ffn") if run.model.post_norms else ("attn", "delta")
+        equal = ("attn", "delta", "ffn") if run.model.sandwich_norms else ("attn", "delta")
         whole = {name for name in modules if name in equal and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
     if run.ffn_chunks(index) > 1:
@@ -267,7 +269,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn"
     places = [place for place, p in enumerate(listed) if p.module == name]
-    if whole or not places or run.model.post_norms:
+    if whole or not places or run.model.sandwich_norms:
         return listed
     return listed[: places[-1]] + listed[places[-1] + 1 :]
 
@@ -295,5 +297,9 @@ def head(run: Resolved, hardware: Hardware) -> Work:
     shape, frozen = (run.tokens, run.model.dim, vocabulary), run.frozen
     once = _product(hardware, ShardedMatmul("head", *shape, frozen=frozen))
     moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
+    if run.model.post_norm:  # the linear layer before the head
+        own = -(-run.tokens // run.between)
+        width = run.model.dim
+        once = once + _product(hardware, ShardedMatmul("transform", own, width, width))
     each: Work = {"matmul": once, "copy": Seconds(moved / 2, moved / 2, 0.0)}
     return together(*[each] * (1 + run.model.mtp))

@@ -351,18 +351,19 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
     if stage.head and not (tied and stage.embedding):
         found.append(unit(run, "head", "root" if tied else "head"))
     elif stage.head:
-        found[0] += _norm(run)
+        found[0] += _untied(run)
     return tuple(found)
 
 
-def _norm(run: Resolved) -> Unit:
-    """Return the numbers of elements of the final norm as a Unit.
+def _untied(run: Resolved) -> Unit:
+    """Return the numbers of elements of the head as a Unit, without the tied weight.
 
-    The unit of a tied embedding includes the final norm.
+    The unit of a tied embedding includes them: the final norm, and what a post-norm model has
+    before its head.
     """
     total = Unit("root", "embedding", 0, 0, 0)
     for parameter in _parts(run)["head"]:
-        if parameter.name.startswith("norm."):
+        if parameter.name != "head.weight":
             total += _sizes_of(run, "embedding", parameter)
     return total
 

@@ -77,12 +77,12 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
         SavedTensor("wo", model.dim, "tokens"),
         SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
     ]
-    if model.post_norms:  # "wo" above is its input, from which compiled blocks compute the sum
+    if model.sandwich_norms:  # "wo" above is its input, from which compiled blocks compute the sum
         rows += _statistics(model, "wo", 1, "tokens")
         rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
     rows += _norm_rows(model, "ffn_norm", wide=kind.experts)
     rows += _mixture(model) if kind.experts else _feed_forward(model, "ffn", model.ffn_dim)
-    if model.post_norms:
+    if model.sandwich_norms:
         rows += [
             *_statistics(model, "ffn_post_norm", 1, "tokens"),
             SavedTensor("ffn_post_norm", model.dim, "tokens"),

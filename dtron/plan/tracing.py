@@ -48,7 +48,7 @@ from dtron.parallelisms.pipeline.split_backward import (
     run_grouped_input_gradient,
     run_linear_input_gradient,
 )
-from dtron.parallelisms.placement import first_tensor, leaves
+from dtron.parallelisms.placement import leaves, sent_tensors
 from dtron.run.collective_counter import CollectiveCounter, namespace_and_name
 from dtron.setup.preflight import ModelSetup
 from dtron.setup.rules import resolve
@@ -109,11 +109,13 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return torch.ops.dtron.attention(q, k, v, None, None, "flash", scale, 0, 0.0)[0]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, causal: bool = True
+) -> Tensor:
+    return torch.ops.dtron.attention(q, k, v, None, None, "flash", scale, 0, 0.0, causal)[0]
 
 
-def _no_mask(documents: Any, positions: Tensor) -> Mask:
+def _no_mask(documents: Any, positions: Tensor, causal: bool = True) -> Mask:
     return None
 
 
@@ -227,10 +229,10 @@ class _BuiltRank:
         tokens = self.batches[0].tokens.shape
         between = mesh.size("tp") if self.config.parallel.sequence_parallel else 1
         shape = torch.Size([tokens[0], tokens[1] // between, self.run.setup.config.dim])
-        pipeline.expect(tokens, shape, DTYPES[train.dtype])
+        pipeline.expect(shape, DTYPES[train.dtype])
 
         def check(_module: nn.Module, _inputs: Any, out: Any) -> None:
-            given = first_tensor(out)
+            (given,) = sent_tensors(out)
             assert (given.shape, given.dtype) == (shape, DTYPES[train.dtype]), given
 
         for stage, part in pipeline.parts.items():

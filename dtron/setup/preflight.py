@@ -36,6 +36,7 @@ from dtron.data import (
 )
 from dtron.data.corpus.cache import STALE_SECONDS
 from dtron.data.mixture import Mixture
+from dtron.data.objectives import HeldOut, Objective, open_objective
 from dtron.data.packing import Shuffled
 from dtron.errors import ConfigError, cause_of, counted
 from dtron.faults.memory import check_host_memory, size
@@ -60,6 +61,7 @@ from dtron.setup.rules import (
     all_broken,
     cpu_warnings,
     host_warnings,
+    objective_of,
     setting_warnings,
 )
 
@@ -96,6 +98,8 @@ class DataSetup:
     train: TrainingSource
     validation: dict[str, ValidationSource]
     """Validation sets by name; "": documents that are held out of the only source."""
+    objective: Objective | None
+    """Sets the labels of training sequences; None: next tokens."""
     identity: dict[str, str]
     """Hashes of the training data and the tokenizer."""
 
@@ -129,12 +133,12 @@ def preflight(
     tokenizer = open_tokenizer(config, model.config)
     data = None
     if config.train.epochs:
-        data = _open_data(config, tokenizer, place)
+        data = _open_data(config, model.config, tokenizer, place)
         config = _with_steps(config, data.train, place)
     resume = find_resume_state(config, model.config, place, rendezvous, starts)
     if config.checkpoint.initial and not resume.checkpoint:
         resume = replace(resume, initial=open_weights(config, model.config, tokenizer))
-    data = data or _open_data(config, tokenizer, place)
+    data = data or _open_data(config, model.config, tokenizer, place)
     if resume.checkpoint and resume.metadata:
         check_data(resume.checkpoint, config, resume.metadata, data.identity)
         warn_of_changes(resume.checkpoint, config, resume.metadata)
@@ -254,7 +258,10 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     return initial
 
 
-def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSetup:
+def _open_data(
+    config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer, place: Place
+) -> DataSetup:
+    objective = _open_objective(config, model, tokenizer)
     if place.local_rank == 0:
         _check_writable(RunDir(config.run.dir).path)
     _prepare(config, place, training=True)
@@ -264,13 +271,32 @@ def _open_data(config: RunConfig, tokenizer: Tokenizer, place: Place) -> DataSet
         seed=config.train.seed,
         global_batch=config.train.global_batch,
     )
-    return DataSetup(tokenizer, train, validation, identity_of(config.data, tokenizer))
+    identity = identity_of(config.data, tokenizer)
+    return DataSetup(tokenizer, train, _labelled(validation, objective), objective, identity)
 
 
-def open_sets(config: RunConfig, place: Place) -> dict[str, ValidationSource]:
+def open_sets(
+    config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer, place: Place
+) -> dict[str, ValidationSource]:
     """Open the validation sets by name, without the training data."""
+    objective = _open_objective(config, model, tokenizer)
     _prepare(config, place, training=False)
-    return open_validation(config.data, config.train.seq_len)
+    return _labelled(open_validation(config.data, config.train.seq_len), objective)
+
+
+def _open_objective(
+    config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer
+) -> Objective | None:
+    kind = objective_of(config, model)
+    return open_objective(kind, config.data, tokenizer, model.vocab_size, config.train.seed)
+
+
+def _labelled(
+    sets: dict[str, ValidationSource], objective: Objective | None
+) -> dict[str, ValidationSource]:
+    if objective is None:
+        return sets
+    return {name: HeldOut(source, objective) for name, source in sets.items()}
 
 
 def _prepare(config: RunConfig, place: Place, training: bool) -> None:

@@ -14,6 +14,7 @@ import torch
 from dtron.config import RunConfig
 from dtron.config.rule import Rule, broken, changed, finds_none, passes, refuse
 from dtron.config.setting_rules import Candidate, broken_settings
+from dtron.data.objectives import Kind
 from dtron.errors import ConfigError
 from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
@@ -80,6 +81,11 @@ class ModelCandidate(Candidate):
         deferred = self.layout is not None and (self.layout.splits_backward or self.layout.head)
         return super().sums_micro_batches or bool(deferred and self.micro_batches > 1)
 
+    @cached_property
+    def objective(self) -> Kind:
+        """What the model is trained to predict."""
+        return objective_of(self.config, self.model)
+
     @property
     def recipe(self) -> Recipe:
         """The float8 recipe; to be read only if `float8.recipe` is set."""
@@ -129,6 +135,14 @@ def resolve(
     run = ModelCandidate(config, world_size)
     refuse(all_broken(run))
     return run.model, run.layout, run.float8
+
+
+def objective_of(config: RunConfig, model: DecoderConfig) -> Kind:
+    """Return the objective of a run, with `data.objective = "auto"` resolved."""
+    chosen = config.data.objective
+    if chosen != "auto":
+        return chosen
+    return "next_token" if model.causal else "masked"
 
 
 def reasons(config: RunConfig, world_size: int) -> list[str]:
@@ -362,6 +376,34 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
             )
 
 
+def _wrong_objective(run: ModelCandidate) -> Iterator[str]:
+    """Yield errors about an objective that the model, the data or the samples do not fit."""
+    data, model, kind = run.config.data, run.model, run.objective
+    if not ignored(run.spec, "causal") and (kind == "next_token") != model.causal:
+        legal = "next_token" if model.causal else "masked"
+        yield (
+            f'data.objective = "{kind}" does not fit model.override.causal = '
+            f'{str(model.causal).lower()}; use "{legal}", or "auto"'
+        )
+    if kind == "next_token":
+        return
+    if run.train.sample_tokens:
+        yield (
+            f'train.sample_tokens = {run.train.sample_tokens} with data.objective = "{kind}": the '
+            "model generates no text; use 0"
+        )
+    if data.has_chats:
+        yield (
+            f'data.format = {data.format!r} with data.objective = "{kind}": masks are drawn over '
+            'whole texts; use "text"'
+        )
+    if data.packing != "cut" and not data.mask_documents:
+        yield (
+            f"data.packing = {data.packing!r} without data.mask_documents: without a causal mask, "
+            "tokens would attend to padding; use data.mask_documents = true"
+        )
+
+
 MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("model.name model.size model.override", passes(lambda c: c.model)),
     Rule(f"model.override {' '.join(_READ_BY_MODELS)}", finds_none(_unread)),
@@ -370,6 +412,16 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         lambda c: c.model.positions != "learned" or c.train.seq_len <= c.model.max_seq_len,
         "train.seq_len = {c.train.seq_len} is longer than the learned positions of "
         "model.override.max_seq_len = {c.model.max_seq_len}; lower seq_len or raise max_seq_len",
+    ),
+    Rule(
+        "data.objective data.format data.packing data.mask_documents train.sample_tokens "
+        "model.override",
+        finds_none(_wrong_objective),
+    ),
+    Rule(
+        "data.mask_fraction data.mask_token",
+        lambda c: c.objective != "next_token",
+        needs='data.objective = "masked"',
     ),
     Rule(
         "train.seq_len model.override",
@@ -414,6 +466,19 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "{c.parallel.tp} and then sharded by width, but the {c.shards} ranks of dp_shard x cp do "
         "not divide model.dim = {c.model.dim}; use a dp_shard x cp that does, or a vocab_size that "
         "tp divides",
+    ),
+    Rule(
+        "parallel.tp model.override",
+        lambda c: not c.model.post_norm or c.model.vocab_size % c.degrees["tp"] == 0,
+        "parallel.tp = {c.parallel.tp} does not divide model.override.vocab_size = "
+        "{c.model.vocab_size}, but the bias of the head cannot be padded; use a vocab_size that "
+        "parallel.tp divides",
+    ),
+    Rule(
+        "train.loss_chunks model.override",
+        lambda c: not c.model.post_norm or c.train.loss_chunks == 1,
+        "train.loss_chunks = {c.train.loss_chunks}: a chunked loss computes a head without bias, "
+        "but the model's head has one (post_norm); use 1",
     ),
     Rule(
         "parallel.cp parallel.tp train.seq_len",

@@ -61,7 +61,9 @@ class ModelBuilder:
         spec, model = model_spec(self.config.model.name), self.setup.config
         kernel, recurrent = self.setup.attention.kernel, spec.delta_cores(model)
         scoring = model.window, model.softcap
-        return Context.of(self.config.parallel, spec.cores, kernel, *scoring, recurrent)
+        return Context.of(
+            self.config.parallel, spec.cores, kernel, *scoring, recurrent, model.causal
+        )
 
     def build(self, passes: Passes | None = None) -> ParallelModel:
         """Build the parallel model with its execution and loss.

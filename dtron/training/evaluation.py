@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtron.config import RunConfig
 from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
+from dtron.errors import ConfigError
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.training.batches import RankTokens
 from dtron.training.step import ParallelModel, as_micro_batch, evaluate
@@ -104,7 +105,16 @@ class Evaluation:
         temperature: float = 0.8,
         until: Sequence[str] = (),
     ) -> str:
-        """Continue a prompt; return the text. Arguments as of `sample_text`; `shape`: (B, T)."""
+        """Continue a prompt; return the text. Arguments as of `sample_text`; `shape`: (B, T).
+
+        Raises:
+            ConfigError: the model does not predict next tokens.
+        """
+        if not self.tokens.model.config.causal:
+            raise ConfigError(
+                f"model.name = {self.config.model.name} restores masked tokens and generates no "
+                "text; use dtron eval, or a model that predicts next tokens"
+            )
         with self.model.applied.evaluating():
             return sample_text(
                 self._next_logits,

@@ -244,6 +244,7 @@ class Trainer:
             dp_rank=mesh.rank(*BATCH_AXES),
             dp_size=mesh.size(*BATCH_AXES),
             ahead=config.data.steps_ahead,
+            objective=self.data_setup.objective,
         )
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
         data = self.data_setup

@@ -51,7 +51,8 @@ class GatheredBlocks(Blocks):
         if self.tables:
             _, *keys, segments = self.tables
             for queries, index, bounds in zip(halves, keys, segments, strict=True):
-                yield Pair(queries, index, True, bounds)
+                yield Pair(queries, index, self.causal, bounds)
             return
-        for queries, end in zip(halves, (self.rank + 1, 2 * self.size - self.rank), strict=True):
-            yield Pair(queries, slice(0, end * self.half), True, None)
+        ends = (self.rank + 1, 2 * self.size - self.rank) if self.causal else [2 * self.size] * 2
+        for queries, end in zip(halves, ends, strict=True):
+            yield Pair(queries, slice(0, end * self.half), self.causal, None)

@@ -30,6 +30,7 @@ class Context:
         windows: windows of modules with an own `scoring`; rings with documents need tables for each
             window.
         recurrent: pattern of recurrent modules (`recurrent.py`); empty: none.
+        causal: whether a query sees only keys up to its own.
     """
 
     cores: str
@@ -41,6 +42,7 @@ class Context:
     scale: float = 0.0
     windows: tuple[int, ...] = ()
     recurrent: str = ""
+    causal: bool = True
 
     @classmethod
     def of(
@@ -51,18 +53,20 @@ class Context:
         window: int = 0,
         softcap: float = 0.0,
         recurrent: str = "",
+        causal: bool = True,
     ) -> "Context | None":
         """Return the settings that the [parallel] section defines; None if cp = 1."""
         if parallel.cp == 1:
             return None
         methods, inner = parallel.cp_methods(), parallel.cp_inner
-        return cls(cores, methods, inner, kernel, window, softcap, recurrent=recurrent)
+        more = {"recurrent": recurrent, "causal": causal}
+        return cls(cores, methods, inner, kernel, window, softcap, **more)
 
     def layouts(self, cp: int) -> dict[CpMethod, ContextLayout]:
         """Return {method: its layout of the cp axis} for all methods in use."""
         windows = tuple(dict.fromkeys(w for w in (self.window, *self.windows) if w))
         return {
-            method: replace(layout_of(method, cp, self.inner), windows=windows)
+            method: replace(layout_of(method, cp, self.inner), windows=windows, causal=self.causal)
             for method in self.methods
         }
 

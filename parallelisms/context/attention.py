@@ -28,6 +28,8 @@ So every step but the first is half a block of unmasked attention on every rank:
 are balanced, and the kernel needs no mask. With documents, a query sees only keys of its document;
 kernels take this as segments, the bounds of each document's queries and keys.
 
+**Without a causal mask** every rank attends to all keys of every block: no part is skipped.
+
 **A layer with a window** needs no ring: each rank receives only the keys directly before its early
 and late chunks, in one all-to-all (`halo.py`).
 
@@ -66,7 +68,7 @@ from dtron.parallelisms.functional_collectives import NamedGroup
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Forward of an attention module: causal attention over sequences sharded over cp ranks."""
+    """Forward of an attention module: attention over sequences sharded over cp ranks."""
 
     method: CpMethod
     shape: ContextLayout
@@ -132,6 +134,7 @@ class ContextAttention:
             self.scale or q.shape[-1] ** -0.5,
             window,
             self.softcap,
+            self.shape.causal,
         )[0]
         return to_tokens(out, self.inner, n) if n > 1 else out
 
@@ -155,13 +158,19 @@ class ContextAttention:
 
 
 def _blocks(
-    q: Tensor, tables: Sequence[Tensor], group: str, inner: int, gathers: bool, window: int
+    q: Tensor,
+    tables: Sequence[Tensor],
+    group: str,
+    inner: int,
+    gathers: bool,
+    window: int,
+    causal: bool,
 ) -> Blocks:
     if gathers:
-        return GatheredBlocks(q, tables, group, inner)
+        return GatheredBlocks(q, tables, group, inner, causal)
     if window and NamedGroup.find(group).size() > 1:
         return HaloBlocks(q, tables, group, inner, window)
-    return RingBlocks(q, tables, group, inner)
+    return RingBlocks(q, tables, group, inner, causal)
 
 
 def run_context_attention(
@@ -177,6 +186,7 @@ def run_context_attention(
     scale: float,
     window: int,
     softcap: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of this rank's queries to all blocks of keys.
 
@@ -190,12 +200,12 @@ def run_context_attention(
         inner: number of ranks per block.
         gathers: gather all keys, instead of sending them around a ring.
         kernel: a name in KERNELS.
-        scale, window, softcap: fields of `Score`.
+        scale, window, softcap, causal: fields of `Score`.
     Returns:
         out like q, and log-sum-exp (B, inner * t, H) over all keys and the sink.
     """
-    blocks = _blocks(q, tables, group, inner, gathers, window)
-    score = Score(scale, True, window, softcap)
+    blocks = _blocks(q, tables, group, inner, gathers, window, causal)
+    score = Score(scale, causal, window, softcap)
     queries, keys, values = (blocks.arrange(x) for x in (q, k, v))
     out, lse = blocks.attend(queries, keys, values, KERNELS[kernel], score)
     if sink is not None:
@@ -229,10 +239,11 @@ def run_context_attention_backward(
     scale: float,
     window: int,
     softcap: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of q, k and v; arguments as in the forward, which returned out and lse."""
-    blocks = _blocks(q, tables, group, inner, gathers, window)
-    score = Score(scale, True, window, softcap)
+    blocks = _blocks(q, tables, group, inner, gathers, window, causal)
+    score = Score(scale, causal, window, softcap)
     grad, q, k, v, out, lse = (blocks.arrange(x) for x in (grad, q, k, v, out, lse))
     grads = blocks.differentiate(grad, q, k, v, out, lse, KERNELS[kernel], score)
     # Copies: gradients of k and v are views of one tensor, and operators may not return views.

@@ -42,6 +42,7 @@ class Blocks:
         tables: from `Split.tables` for the method; empty: each sequence is one document.
         group: name of the process group over the blocks.
         inner: number of ranks per block.
+        causal: whether a query sees only keys up to its own.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Blocks:
         tables: Sequence[Tensor],
         group: str,
         inner: int,
+        causal: bool = True,
     ) -> None:
-        self.batch, self.tables, self.inner = q.shape[0], tables, inner
+        self.batch, self.tables, self.inner, self.causal = q.shape[0], tables, inner, causal
         self.group = NamedGroup.find(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.half = q.shape[1] // 2 * (q.shape[0] if tables else 1)

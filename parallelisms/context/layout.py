@@ -17,6 +17,8 @@ class ContextLayout:
     outer: int
     inner: int
     gathers: bool
+    causal: bool = True
+    """Whether a query sees only keys up to its own, or all keys of its document."""
     windows: tuple[int, ...] = ()
     """Windows of the layers with this layout; in a ring, each needs its own document tables."""
 

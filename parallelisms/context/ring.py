@@ -54,6 +54,8 @@ class RingBlocks(Blocks):
         if self.tables:
             _, order, bounds = self.tables
             queries, keys, segments = order[self.rank], order[block], bounds[block]
+        if not self.causal:
+            return Pair(queries, keys, False, segments)
         if block == self.rank:
             return Pair(queries, keys, True, segments)
         if block < self.rank:

@@ -98,7 +98,8 @@ def _tables(
         index, counts, keys = halo(chunks, numbers, block, window)
         pairs, rest = list(zip((early[block], late[block]), keys, strict=True)), [index, counts]
     elif shape.gathers:
-        ends = (block + 1, 2 * shape.outer - block)
+        whole = 2 * shape.outer
+        ends = (block + 1, whole - block) if shape.causal else (whole, whole)
         gathered = _inverse(blocks.ravel(), chunks.size)
         keys = [np.sort(chunks[:end], axis=None) for end in ends]
         pairs = list(zip((early[block], late[block]), keys, strict=True))
@@ -107,6 +108,8 @@ def _tables(
         steps = range(shape.outer)
         pairs = [
             (late[block] if s > block else blocks[block], early[s] if s < block else blocks[s])
+            if shape.causal
+            else (blocks[block], blocks[s])
             for s in steps
         ]
         rest = [np.argsort(blocks, axis=1, kind="stable")]

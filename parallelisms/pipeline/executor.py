@@ -11,7 +11,9 @@ by construction. `Pipeline` loops over that list and calls one method per action
 Sends and receives are posted without waiting and overlap computation; the action that reads a
 received tensor waits for it. An output is freed once it is sent: the backward needs only its node
 in the graph. Hidden states are plain local tensors, sharded along the sequence under sequence
-parallelism. Before its first output for each shape of tokens, a stage sends dtype and shape.
+parallelism. A stage may return a tuple of tensors, such as the hidden states of a decoder and those
+of its encoder; the next stage gets the tuple, and returns a gradient for each tensor with a float
+dtype. Before its first output for each shape of its arguments, a stage sends dtypes and shapes.
 
 FSDP: the first micro-batch of a step gathers parameters and keeps them (zero 1, 2), or each forward
 and backward gathers them (zero 3). B reduces gradients inside the backward, layer by layer. In
@@ -43,13 +45,19 @@ from dtron.parallelisms.pipeline.lowering import add_communication, add_reductio
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, Order, together
 from dtron.parallelisms.pipeline.schedules import forward_only
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
-from dtron.parallelisms.placement import first_tensor
+from dtron.parallelisms.placement import sent_tensors
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = 8  # length of a header: index of dtype, number of dims, sizes
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.bool),
+)
+_MOST_TENSORS = 8
+_FIELDS = 8  # of a tensor in a header: index of dtype, number of dims, sizes
 
 Key = tuple[int, int]
 """(stage, micro-batch)"""
+Tensors = tuple[Tensor, ...]
+Shapes = list[tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -83,18 +91,19 @@ class _PassState:
     consume: Callable[[Tensor, int], Tensor | None]
     train: bool
     total: Tensor
-    received: dict[Key, Tensor] = field(default_factory=dict)
+    received: dict[Key, Tensors] = field(default_factory=dict)
     """Inputs of stages, from another rank or from a stage on this rank."""
-    gradients: dict[Key, Tensor] = field(default_factory=dict)
+    gradients: dict[Key, Tensors] = field(default_factory=dict)
     """Gradients of stage outputs, from another rank or from a stage on this rank."""
-    pending: dict[tuple[Kind, Key], dist.Work] = field(default_factory=dict)
-    inputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Inputs whose gradient is not computed yet."""
-    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    pending: dict[tuple[Kind, Key], list[dist.Work]] = field(default_factory=dict)
+    inputs: dict[Key, Tensors] = field(default_factory=dict)
+    """Inputs with a float dtype whose gradients are not computed yet."""
+    outputs: dict[Key, Tensors] = field(default_factory=dict)
     """Outputs, and gradients of inputs, to send to another rank."""
-    edges: dict[Key, Tensor | GradientEdge] = field(default_factory=dict)
-    """Root of each backward: the loss, or the autograd node of an output."""
-    shapes: dict[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    edges: dict[Key, list[Tensor | GradientEdge]] = field(default_factory=dict)
+    """Roots of each backward: the loss, or the autograd nodes of outputs with a float dtype."""
+    shapes: dict[Key, Shapes] = field(default_factory=dict)
+    """Shapes of these outputs."""
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     tapes: dict[Key, Tape] = field(default_factory=dict)
     """Graphs cut into blocks, with overlapped micro-batches only."""
@@ -133,7 +142,8 @@ class Pipeline:
         self.last_stage = len(layout.ranks) - 1
         self.executed: list[Action] = []
         self._orders: dict[tuple[int, bool], Sequence[Action]] = {}
-        self._shapes: dict[tuple[int, torch.Size], tuple[torch.Size, torch.dtype]] = {}
+        self._shapes: dict[tuple[int, tuple[torch.Size, ...]], Shapes] = {}
+        self._expected: Shapes | None = None
         self._actions: dict[Kind, Callable[[_PassState, Key], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: functools.partial(self._backward, Kind.BACKWARD),
@@ -172,15 +182,9 @@ class Pipeline:
             self._orders[key] = order[self.rank]
         return self._orders[key]
 
-    def expect(self, tokens: torch.Size, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Set shape and dtype of the tensors between stages, so that stages do not send them.
-
-        Args:
-            tokens: shape of a micro-batch's tokens.
-            shape, dtype: of the tensors between stages, for micro-batches of this shape.
-        """
-        for stage in range(self.last_stage):
-            self._shapes[stage, tokens] = (shape, dtype)
+    def expect(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Set shape and dtype of the tensors between stages, so that stages do not send these."""
+        self._expected = [(shape, dtype)]
 
     def _run(
         self,
@@ -232,35 +236,36 @@ class Pipeline:
         stage, i = key
         x, others = state.micro_batches[i]
         if stage > 0:
-            x = self._wait_for(state, Kind.RECV_F, state.received, key)
+            tensors = self._wait_for(state, Kind.RECV_F, state.received, key)
             if state.train:
-                state.inputs[key] = x.requires_grad_()
+                state.inputs[key] = tuple(t.requires_grad_() for t in _floats(tensors))
+            x = tensors[0] if len(tensors) == 1 else tensors
         out = self.parts[stage](x, **others)
         if stage == self.last_stage:
             loss = state.consume(out, i)
             if state.train:
                 assert loss is not None, "the loss is a tensor"
-                state.edges[key] = loss
+                state.edges[key] = [loss]
                 state.total += loss.detach()
             return
-        out = first_tensor(out)
+        sent = sent_tensors(out)
         if state.train:
-            if not out.requires_grad:  # all parameters of the first stage are frozen
-                out = out.detach().requires_grad_()
-            state.edges[key] = get_gradient_edge(out)
-            state.shapes[key] = (out.shape, out.dtype)
+            # Without requires_grad, all parameters before this output are frozen.
+            roots = [t if t.requires_grad else t.detach().requires_grad_() for t in _floats(sent)]
+            state.edges[key] = [get_gradient_edge(t) for t in roots]
+            state.shapes[key] = _shapes_of(roots)
         if self.layout.ranks[stage + 1] == self.rank:
-            state.received[stage + 1, i] = out.detach()
+            state.received[stage + 1, i] = tuple(t.detach() for t in sent)
         else:
-            state.outputs[key] = out.detach()
+            state.outputs[key] = tuple(t.detach() for t in sent)
 
     def _backward(self, kind: Kind, state: _PassState, key: Key) -> None:
         with self._backward_pass(state, kind, key) as tape:
             if tape is not None and self.overlap is not None:
                 self.overlap.backward(tape)
             else:
-                edge, gradient = self._start(state, key)
-                torch.autograd.backward([edge], [gradient])  # type: ignore[list-item]
+                edges, gradients = self._start(state, key)
+                torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
 
     @contextmanager
     def _backward_pass(self, state: _PassState, kind: Kind, key: Key) -> Iterator[Tape | None]:
@@ -282,7 +287,8 @@ class Pipeline:
             begin_micro_batch(self._part(stage), self.policy, last)
         tape = state.tapes.pop(key, None)
         if tape is not None:
-            tape.end, tape.gradient = self._start(state, key)
+            # Models with experts have one tensor between stages.
+            (tape.end,), (tape.gradient,) = self._start(state, key)
         queue = self.deferred[stage].collect(key[1]) if kind is Kind.INPUT else nullcontext()
         with queue:
             yield tape
@@ -298,22 +304,26 @@ class Pipeline:
     def _reduce(self, state: _PassState, key: Key) -> None:
         reduce_gradients(self.parts[key[0]], last=state.weights_due[key[0]] == 0)
 
-    def _start(self, state: _PassState, key: Key) -> tuple[Tensor | GradientEdge, Tensor | None]:
-        """Return where a stage's backward starts, and the gradient there; None for a loss."""
+    def _start(
+        self, state: _PassState, key: Key
+    ) -> tuple[list[Tensor | GradientEdge], Sequence[Tensor | None]]:
+        """Return where a stage's backward starts, and the gradients there; None for a loss."""
         if key[0] == self.last_stage:
-            return state.edges.pop(key), None
+            return state.edges.pop(key), [None]
         return state.edges.pop(key), self._wait_for(state, Kind.RECV_B, state.gradients, key)
 
     def _take_input_gradient(self, state: _PassState, key: Key) -> None:
         stage, i = key
         if stage == 0:
             return
-        input_gradient = state.inputs.pop(key).grad
-        assert input_gradient is not None, f"stage {stage} does not depend on its input"
+        inputs = state.inputs.pop(key)
+        assert any(x.grad is not None for x in inputs), f"stage {stage} ignores its input"
+        # A tensor may be of use to an earlier stage only, such as an encoder's output.
+        due = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
         if self.layout.ranks[stage - 1] == self.rank:
-            state.gradients[stage - 1, i] = input_gradient
+            state.gradients[stage - 1, i] = due
         else:
-            state.outputs[key] = input_gradient
+            state.outputs[key] = due
 
     def _disable_reduction(self, part: FSDPModule) -> None:
         part.set_requires_gradient_sync(False)
@@ -334,52 +344,58 @@ class Pipeline:
 
     def _send_output(self, state: _PassState, key: Key) -> None:
         stage, i = key
-        peer, tensor = self._peer(stage + 1), state.outputs.pop(key)
-        known = (stage, state.micro_batches[i][0].shape)
-        if known not in self._shapes:
-            self._shapes[known] = (tensor.shape, tensor.dtype)
-            self._post(dist.isend, _header(tensor), peer).wait()
-        self._send(state, tensor, peer)
+        peer, tensors = self._peer(stage + 1), state.outputs.pop(key)
+        known = (stage, _argument_shapes(state.micro_batches[i]))
+        if self._expected is None and known not in self._shapes:
+            header = _header(tensors)
+            self._shapes[known] = _shapes_of(tensors)
+            self._post(dist.isend, header, peer).wait()
+        self._send(state, tensors, peer)
 
     def _receive_input(self, state: _PassState, key: Key) -> None:
         stage, i = key
         peer = self._peer(stage - 1)
-        known = (stage - 1, state.micro_batches[i][0].shape)
-        if known not in self._shapes:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+        known = (stage - 1, _argument_shapes(state.micro_batches[i]))
+        if self._expected is None and known not in self._shapes:
+            length = 1 + _MOST_TENSORS * _FIELDS
+            header = torch.zeros(length, dtype=torch.int64, device=self.device)
             self._post(dist.irecv, header, peer).wait()
             self._shapes[known] = _read_header(header)
-        self._receive(state, Kind.RECV_F, state.received, key, peer, self._shapes[known])
+        shapes = self._expected or self._shapes[known]
+        self._receive(state, Kind.RECV_F, state.received, key, peer, shapes)
 
     def _send_gradient(self, state: _PassState, key: Key) -> None:
         self._send(state, state.outputs.pop(key), self._peer(key[0] - 1))
 
     def _receive_gradient(self, state: _PassState, key: Key) -> None:
-        peer, shape = self._peer(key[0] + 1), state.shapes.pop(key)
-        self._receive(state, Kind.RECV_B, state.gradients, key, peer, shape)
+        peer, shapes = self._peer(key[0] + 1), state.shapes.pop(key)
+        self._receive(state, Kind.RECV_B, state.gradients, key, peer, shapes)
 
     def _peer(self, stage: int) -> int:
         return self.peers[self.layout.ranks[stage]]
 
-    def _send(self, state: _PassState, tensor: Tensor, peer: int) -> None:
+    def _send(self, state: _PassState, tensors: Tensors, peer: int) -> None:
         # While a CUDA graph is recorded nothing is sent, and asking is an error.
         recorded = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         while not recorded and state.sending and state.sending[0][0].is_completed():
             state.sending.popleft()
-        tensor = tensor.contiguous()
-        state.sending.append((self._post(dist.isend, tensor, peer), tensor))
+        for tensor in tensors:
+            tensor = tensor.contiguous()
+            state.sending.append((self._post(dist.isend, tensor, peer), tensor))
 
     def _receive(
         self,
         state: _PassState,
         kind: Kind,
-        received: dict[Key, Tensor],
+        received: dict[Key, Tensors],
         key: Key,
         peer: int,
-        shape: tuple[torch.Size, torch.dtype],
+        shapes: Shapes,
     ) -> None:
-        received[key] = torch.empty(shape[0], dtype=shape[1], device=self.device)
-        state.pending[kind, key] = self._post(dist.irecv, received[key], peer)
+        received[key] = tuple(
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes
+        )
+        state.pending[kind, key] = [self._post(dist.irecv, x, peer) for x in received[key]]
 
     def _post(self, operation: Callable, tensor: Tensor, peer: int) -> dist.Work:
         # As a batch of one: for a plain isend, NCCL would create a communicator per pair, or warn.
@@ -387,10 +403,9 @@ class Pipeline:
         return work
 
     def _wait_for(
-        self, state: _PassState, kind: Kind, received: dict[Key, Tensor], key: Key
-    ) -> Tensor:
-        work = state.pending.pop((kind, key), None)  # None: from a stage on this rank
-        if work is not None:
+        self, state: _PassState, kind: Kind, received: dict[Key, Tensors], key: Key
+    ) -> Tensors:
+        for work in state.pending.pop((kind, key), []):  # none: from a stage on this rank
             work.wait()
         return received.pop(key)
 
@@ -401,16 +416,43 @@ def _key(action: Action) -> Key:
 
 def _header(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER - 2:
+def _floats(tensors: Tensors) -> list[Tensor]:
+    """Return the tensors that have a gradient."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _argument_shapes(micro_batch: MicroBatch) -> tuple[torch.Size, ...]:
+    """Return the shapes of the model's tensor arguments, which those between stages follow."""
+    x, others = micro_batch
+    return (x.shape, *(value.shape for value in others.values() if isinstance(value, Tensor)))
+
+
+def _header(tensors: Tensors) -> Tensor:
+    """Return the number of tensors, and dtype and shape of each: int64, of a fixed length."""
+    if len(tensors) > _MOST_TENSORS or not _floats(tensors):
         raise ConfigError(
-            f"a stage returns a tensor of {tensor.dim()} dimensions and {tensor.dtype}; between "
-            f"stages, use at most {_HEADER - 2} dimensions and one of "
-            f"{', '.join(map(str, _DTYPES))}"
+            f"a stage returns {len(tensors)} tensors, {len(_floats(tensors))} of them with a float "
+            f"dtype; between stages, use 1 to {_MOST_TENSORS}, and at least one with a float dtype"
         )
-    numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    numbers += [0] * (_HEADER - len(numbers))
-    return torch.tensor(numbers, dtype=torch.int64, device=tensor.device)
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES or tensor.dim() > _FIELDS - 2:
+            raise ConfigError(
+                f"a stage returns a tensor of {tensor.dim()} dimensions and {tensor.dtype}; "
+                f"between stages, use at most {_FIELDS - 2} dimensions and one of "
+                f"{', '.join(map(str, _DTYPES))}"
+            )
+        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        numbers += [0] * (_FIELDS - 2 - tensor.dim())
+    numbers += [0] * (1 + _MOST_TENSORS * _FIELDS - len(numbers))
+    return torch.tensor(numbers, dtype=torch.int64, device=tensors[0].device)
 
 
-def _read_header(header: Tensor) -> tuple[torch.Size, torch.dtype]:
-    dtype, dims, *sizes = header.tolist()
-    return torch.Size(sizes[:dims]), _DTYPES[dtype]
+def _read_header(header: Tensor) -> Shapes:
+    n, *numbers = header.tolist()
+    rows = [numbers[i * _FIELDS : (i + 1) * _FIELDS] for i in range(n)]
+    return [(torch.Size(sizes[:dims]), _DTYPES[dtype]) for dtype, dims, *sizes in rows]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtron.kernels.attention import KERNELS, Score
+from dtron.models.attention import math_attention
 
 gpu = pytest.mark.gpu
 SCORES = {
@@ -122,9 +123,10 @@ def test_values_may_be_narrower_than_keys(packed: bool) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, sink)]
 
     def attend(values: Tensor) -> Tensor:
-        return torch.ops.dtron.attention(q, k, values, sink, bounds, "math", 0.3, 4, 0.0)[0]
+        return torch.ops.dtron.attention(q, k, values, sink, bounds, *settings)[0]
 
-    torch.library.opcheck(torch.ops.dtron.attention, (q, k, v, sink, bounds, "math", 0.3, 4, 0.0))
+    settings = ("math", 0.3, 4, 0.0, True)
+    torch.library.opcheck(torch.ops.dtron.attention, (q, k, v, sink, bounds, *settings))
     wide = attend(torch.nn.functional.pad(v, (0, 3)))[..., :5]
     narrow = attend(v)
     torch.testing.assert_close(narrow, wide, rtol=1e-12, atol=1e-12)
@@ -195,3 +197,18 @@ def check_kernel(name: str, chosen: Score, parts: list[tuple[int, int]], packed:
     found = kernel.backward(grad, *tensors, out, lse, bounds, chosen)
     for gradient, want in zip(found, expected, strict=True):
         assert (gradient.float() - want).norm() < 2e-2 * want.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_attention_without_a_causal_mask(packed: bool) -> None:
+    """Gradients included; one process of the operator and torch's own attention."""
+    q, k, v, grad = inputs(13, 13, 4, 8, torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bounds = torch.tensor([[0, 6, 13], [0, 6, 13]]).int() if packed else None
+    parts = (slice(0, 6), slice(6, 13)) if packed else (slice(0, 13),)
+    out = torch.ops.dtron.attention(q, k, v, None, bounds, "math", 0.3, 0, 0.0, False)[0]
+    wanted = [math_attention(q[:, i], k[:, i], v[:, i], None, 0.3, causal=False) for i in parts]
+    torch.testing.assert_close(out, torch.cat(wanted, 1), rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(out, leaves, grad)
+    due = torch.autograd.grad(torch.cat(wanted, 1), leaves, grad)
+    torch.testing.assert_close(found, due, rtol=1e-10, atol=1e-12)

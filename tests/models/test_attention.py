@@ -31,34 +31,37 @@ def heads(kv_heads: int, length: int = 33, dtype: torch.dtype = torch.float32) -
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
-def textbook(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def textbook(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool = True
+) -> Tensor:
     """One query at a time, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
-            seen = torch.arange(t + 1)
+            seen = torch.arange(t + 1 if causal else q.shape[1])
             if documents is not None:
-                seen = seen[documents[b, : t + 1] == documents[b, t]]
+                seen = seen[documents[b, seen] == documents[b, t]]
             for h in range(q.shape[2]):
                 scores = k[b, seen, h // group].double() @ q[b, t, h].double() / 4
                 out[b, t, h] = scores.softmax(0) @ v[b, seen, h // group].double()
     return out
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["sdpa", "math", "flex"])
-def test_backend_equals_the_textbook(name, kv_heads, masked):
+def test_backend_equals_the_textbook(name, kv_heads, masked, causal):
     q, k, v = heads(kv_heads)
     documents = (torch.arange(33) // torch.tensor([[10], [7]])).int() if masked else None
     backend = BACKENDS[name]
-    mask = backend.prepare(documents, torch.empty(2, 33, 64))
+    mask = backend.prepare(documents, torch.empty(2, 33, 64), causal)
     if name == "flex":  # CPU has its forward only
         q, k, v = q.detach(), k.detach(), v.detach()
-    out = backend.run(q, k, v, mask, 0.25)
-    expected = textbook(q, k, v, documents)
+    out = backend.run(q, k, v, mask, 0.25, causal)
+    expected = textbook(q, k, v, documents, causal)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 

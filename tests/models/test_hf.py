@@ -38,7 +38,12 @@ LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 # at 1e-6 the norm of a delta rule's small outputs amplifies float32 rounding, in both programs
 DELTA |= {"linear_value_head_dim": 12, "head_dim": 16, "rms_norm_eps": 1e-3}
+BERT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 48, "max_position_embeddings": 64, "layer_norm_eps": 1e-5}
+BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT |= {"pad_token_id": None}  # transformers gives the row of this token no gradient
 SHAPES: dict[str, dict[str, Any]] = {
+    "bert": BERT,
     "llama": SMALL,
     "qwen3": SMALL,
     "qwen3_5": {**SMALL, **DELTA, "num_hidden_layers": 4},
@@ -105,6 +110,8 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("gpt", "tied", {}),
     ("gpt", "untied", {"tie_word_embeddings": False, "n_inner": 80}),
+    ("bert", "plain", {}),
+    ("bert", "one token type", {"type_vocab_size": 1, "hidden_act": "gelu_new"}),
     ("mixtral", "plain", {"head_dim": 8}),
     ("mixtral", "window", {"sliding_window": 7, "head_dim": 16, "rms_norm_eps": 1e-3}),
     ("qwen3_moe", "plain", {"head_dim": 16, "norm_topk_prob": True}),
@@ -148,6 +155,7 @@ CLASSES = {
     "qwen3_5": "Qwen3_5",
     "gemma3": "Gemma3",
     "gpt": "GPT2",
+    "bert": "Bert",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_5_moe": "Qwen3_5Moe",
@@ -165,7 +173,8 @@ def reference(name: str, settings: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    kind = "GPT2LMHeadModel" if name == "gpt" else f"{CLASSES[name]}ForCausalLM"
+    kinds = {"gpt": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
+    kind = kinds.get(name, f"{CLASSES[name]}ForCausalLM")
     model = getattr(transformers, kind)(config)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -365,10 +374,11 @@ def test_sizes_have_a_name_in_hugging_faces_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_ours_is_loaded_by_transformers(tmp_path: Path, name: str) -> None:
-    config = small_config(name, tied=False, norm_zero_centered=True)
+    config = small_config(name, tied=name == "bert", norm_zero_centered=True)
     model = varied(initialized(name, config))
     to_hf(model, tmp_path / "hf", name=name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    kind = "AutoModelForCausalLM" if config.causal else "AutoModelForMaskedLM"
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path / "hf").eval()
     x = tokens()
     expected = model.eval()(x)
     assert (theirs(x).logits - expected).norm() / expected.norm() < 1e-5
@@ -505,7 +515,7 @@ EXPORTS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"query_pre_attn_scalar": 8}, r"override\.query_pre_attn_scalar = 8"),
     ("qwen3", {"bias": True}, r"override\.bias = True"),
     ("gemma3", {"softcap": 30.0}, r"override\.softcap = 30\.0"),
-    ("gemma3", {"post_norms": False}, r"override\.post_norms = False"),
+    ("gemma3", {"sandwich_norms": False}, r"override\.sandwich_norms = False"),
     ("gpt", {"n_kv_heads": 2}, r"override\.n_kv_heads = 2 \(it has 4\)"),
     ("gpt", {"positions": "rope"}, r"override\.positions = 'rope'"),
     ("gpt", {"head_dim": 32}, r"override\.head_dim = 32"),

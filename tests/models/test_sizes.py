@@ -8,7 +8,8 @@ from dtron.models import BACKENDS, MODELS, build_model
 # Parameters in units of 10^9: model cards and configurations released for Llama, Qwen3 and the
 # mixtures of experts (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
 # prediction of a second token, which shares embedding and head; Qwen3.5 without vision and without
-# its second token: parameters of Qwen3_5ForCausalLM; Gemma 3 without vision); for
+# its second token: parameters of Qwen3_5ForCausalLM; Gemma 3 without vision); BertForMaskedLM, base
+# and large, uncased; for
 # GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
 # (24 * 12 * 2048**2 and two embeddings of 131072 * 2048), a name cut short.
 PUBLISHED = {
@@ -32,6 +33,8 @@ PUBLISHED = {
     ("gemma3", "4b"): 3.8803,
     ("gemma3", "12b"): 11.7660,
     ("gemma3", "27b"): 27.0093,
+    ("bert", "110m"): 0.1095,
+    ("bert", "340m"): 0.3352,
     ("mixtral", "8x7b"): 46.7028,
     ("mixtral", "8x22b"): 140.6206,
     ("qwen3_moe", "30b-a3b"): 30.5321,

@@ -197,6 +197,7 @@ WIDTHS: dict[str, Keys] = {
         **{"query_pre_attn_scalar": 12, "logit_softcap": 3.0},
     },
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
+    "bert": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,
     "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},

@@ -139,6 +139,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
     },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
+    "bert": {**SMALL, "vocab_size": 72, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
     "qwen3_5_moe": {**SMALL, **EXPERTS, **DELTA, "head_dim": 8},
@@ -806,7 +807,7 @@ def context_of(case: Case, kernel: str = "math") -> Context | None:
     spec = MODELS[case.model]
     scoring = config.window, config.softcap
     recurrent = spec.delta_cores(config)
-    return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent)
+    return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent, config.causal)
 
 
 def build_loss(case: Case, config: DecoderConfig, mesh: Mesh) -> LossFunction:

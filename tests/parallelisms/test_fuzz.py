@@ -64,7 +64,7 @@ def features(case: Case) -> set[str]:
         **{"balance": config.balance_coefficient, "dropout": config.dropout},
         **{"latent": config.kv_lora_rank, "bias": config.bias},
         **{"gated delta nets": config.delta_key_heads},
-        **{"post-norms": config.post_norms, "local rope": config.rope_local_theta},
+        **{"post-norms": config.sandwich_norms, "local rope": config.rope_local_theta},
         **{"scaled embeddings": config.scale_embeddings, "logit cap": config.logit_softcap},
         **{"shared heads": parallel.tp > config.n_kv_heads},
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
@@ -188,7 +188,7 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         }
         found["full_attention_every"] = random.choice([0, 2]) if found["window"] else 0
     found |= {
-        "post_norms": debug.post_norms ^ (random.random() < 0.3),
+        "sandwich_norms": debug.sandwich_norms ^ (random.random() < 0.3),
         "scale_embeddings": debug.scale_embeddings ^ (random.random() < 0.3),
         "logit_softcap": random.choice([0.0, 0.0, 3.0]),
         "query_pre_attn_scalar": random.choice([0, 0, 12]),

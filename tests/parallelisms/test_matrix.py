@@ -39,6 +39,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "qwen3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gemma3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
+    "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
 }
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {

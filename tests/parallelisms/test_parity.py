@@ -348,7 +348,7 @@ EXPERT_CASES = [
 LONG: dict[str, Any] = {"seq_len": 144, "sequences": 2, "dtype": "float64"}
 """Sequences of more than two chunks of the delta rule."""
 SCALED_LINEARLY = {"rope_scaling": "linear", "rope_scaling_factor": 4.0}
-GEMMA = {"post_norms": True, "scale_embeddings": True, "logit_softcap": 3.0}
+GEMMA = {"sandwich_norms": True, "scale_embeddings": True, "logit_softcap": 3.0}
 HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
     Case("qwen3_5", 4, HIERARCHICAL, documents=True, dtype="float64"),
@@ -413,6 +413,16 @@ OVERLAP_CASES = [
     Case("qwen3_moe", 4, Parallel(**TOGETHER_V, tp=2, **IN_MATMUL), SELECTIVE, **DEEP),
 ]
 """A forward of a micro-batch together with a backward of another."""
+ENCODER_CASES = [
+    Case("bert", 2, Parallel(cp=2), documents=True),
+    Case("bert", 2, Parallel(cp=2, cp_method="all_gather"), documents=True),
+    Case("bert", 4, HIERARCHICAL),
+    Case("bert", 4, Parallel(pp=2, tp=2, schedule=V), override={"dropout": 0.1}),
+    Case("bert", 2, Parallel(tp=2), SELECTIVE, EAGER),
+    Case("bert", 2, Parallel(dp_shard=2), override={"tied": False}, dtype="float64"),
+    Case("llama", 2, Parallel(cp=2, cp_method="all_gather"), override={"causal": False}),
+]
+"""Attention without a causal mask; post-norm blocks."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -672,6 +682,7 @@ SPECIAL = [
     *HYBRID_CASES,
     *LOCAL_CASES,
     *OVERLAP_CASES,
+    *ENCODER_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[

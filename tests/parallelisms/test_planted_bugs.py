@@ -660,6 +660,16 @@ def gradient_added_twice() -> None:
     Tape.run_part = run  # type: ignore[method-assign]
 
 
+def encoder_masked_causally() -> None:
+    """Context parallelism masks later tokens, as in a decoder."""
+    layouts = Context.layouts
+
+    def causal(self: Context, cp: int) -> Any:
+        return {method: replace(x, causal=True) for method, x in layouts(self, cp).items()}
+
+    Context.layouts = causal  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -753,6 +763,7 @@ FFN_CHUNKS = [
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
     Bug(shared_gate_not_reduced, HYBRID, r"gradient blocks\.\d+\.ffn\.shared_gate\.weight"),
+    Bug(encoder_masked_causally, Case("bert", 2, Parallel(cp=2), sequences=2), ALSO_LOSS),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
     Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),

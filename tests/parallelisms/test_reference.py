@@ -135,7 +135,7 @@ def loaded(case: Case, config: DecoderConfig, values: dict[str, Tensor], folder:
         for fqn, parameter in model.named_parameters():
             parameter.copy_(values[fqn])
     to_hf(model, folder, name=case.model)
-    kind = transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForCausalLM if config.causal else transformers.AutoModelForMaskedLM
     theirs, info = kind.from_pretrained(
         folder, dtype="auto", attn_implementation="eager", output_loading_info=True
     )
@@ -151,6 +151,11 @@ def of_transformers(case: Case, model: Any) -> dict[str, Any]:
     n_valid = (batch.labels != -100).sum()
     total = torch.zeros(())
     for tokens, labels in sequences(batch):
+        if not case.resolved()[0].causal:  # transformers' loss of masked tokens is another mean
+            logits = model(tokens).logits.flatten(0, 1)
+            losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            total = total + losses / n_valid
+            continue
         keys = {"labels": labels, "shift_labels": labels, "num_items_in_batch": n_valid}
         total = total + model(tokens, use_cache=False, **keys).loss
     total.backward()

@@ -103,7 +103,7 @@ def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
 
 ROWS = [
     *[("llama", 0, mode) for mode in ("none", "selective", "attention")],
-    *[(name, 0, "none") for name in ("gpt", "qwen3", "deepseek_v3")],
+    *[(name, 0, "none") for name in ("gpt", "bert", "qwen3", "deepseek_v3")],
     *[("deepseek_v3", 3, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_moe", 0, "none"),
     *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],

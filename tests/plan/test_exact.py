@@ -44,7 +44,13 @@ LOCAL = (
     f"{DENSE} model.name=gemma3 model.size=1b model.override.full_attention_every=2 "
     "model.override.window=100 model.override.logit_softcap=30.0"
 )
+ENCODER = (
+    f"{DENSE} model.name=bert model.size=110m model.override.n_kv_heads=8 "
+    "model.override.max_seq_len=1024"
+)
 CASES = {
+    "encoder": (ENCODER, 4, "parallel.tp=2 parallel.pp=2 parallel.zero=1"),
+    "encoder's ring": (ENCODER, 4, "parallel.cp=2 parallel.zero=3 recompute.mode=full"),
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
     "first block": (DENSE, 2, "parallel.zero=3 recompute.mode=full recompute.first=1"),

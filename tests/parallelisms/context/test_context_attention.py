@@ -177,7 +177,7 @@ def announced(method: CpMethod, kv_heads: int, window: int) -> None:
     if window:
         (*index, segments), (counts,) = (tables[key] for key in table_names(method, window))
         rows = [*index, counts, segments]
-    settings = (rows, name, 1, shape.gathers, "math", 1.0, window, 0.0)
+    settings = (rows, name, 1, shape.gathers, "math", 1.0, window, 0.0, True)
     outputs = context_attention(q, k, v, None, *settings)
     for operator, args in (
         (context_attention, (q, k, v, None, *settings)),

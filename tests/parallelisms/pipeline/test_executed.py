@@ -61,8 +61,14 @@ def test_bubble_of_what_eight_ranks_execute(
 
 
 def test_what_a_header_cannot_hold_is_named() -> None:
-    kept = torch.zeros(1, 2, 3, 4, 5, 6, dtype=torch.float16)
-    assert _read_header(_header(kept)) == (kept.shape, kept.dtype)
-    for refused in (torch.zeros(1, 1, 1, 1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)):
-        with pytest.raises(ConfigError, match="use at most 6 dimensions and one of"):
+    kept = torch.zeros(1, 2, 3, 4, 5, 6, dtype=torch.float16), torch.zeros(2, dtype=torch.int64)
+    assert _read_header(_header(kept)) == [(x.shape, x.dtype) for x in kept]
+    whole = torch.zeros(1)
+    for refused, message in (
+        ((torch.zeros(1, 1, 1, 1, 1, 1, 1),), "use at most 6 dimensions and one of"),
+        ((whole, torch.zeros(1, dtype=torch.int8)), "use at most 6 dimensions and one of"),
+        ((torch.zeros(1, dtype=torch.int64),), "returns 1 tensors, 0 of them with a float dtype"),
+        ((whole,) * 9, "returns 9 tensors, 9 of them"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             _header(refused)
