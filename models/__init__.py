@@ -25,6 +25,7 @@ from dtron.models.hf import HuggingFace
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import HFFamily, HFFolder
 from dtron.models.llama import LLAMA
+from dtron.models.llava import LLAVA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
 from dtron.models.qwen3_5 import QWEN3_5
@@ -50,7 +51,7 @@ __all__ = [
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
-    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, LLAVA)
 }
 
 
