@@ -18,6 +18,7 @@ from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder
 from dtron.models.spec import ModelSpec
+from dtron.models.vision import VisionDecoder
 
 FORWARD_ARGUMENTS = ("positions", "documents", "dropout_keys")
 """Keyword arguments of every forward, in addition to the tokens or hidden states."""
@@ -28,6 +29,11 @@ EXTRA_READS = frozenset({"documents", "attention", "labels"})
 def ignored(spec: ModelSpec, name: str) -> bool:
     """Whether a family ignores a field of DecoderConfig or a name of EXTRA_READS."""
     return not _is_decoder(spec) and name not in (spec.reads or ())
+
+
+def reads_images(spec: ModelSpec) -> bool:
+    """Whether a family has a vision encoder."""
+    return isinstance(spec.build, type) and issubclass(spec.build, VisionDecoder)
 
 
 def _is_decoder(spec: ModelSpec) -> bool:

@@ -235,7 +235,7 @@ class HFFolder:
         return found
 
     def _name(self, key: str) -> str | None:
-        """Return a tensor's name in `HuggingFace.names`; None: a tensor of a part that is not read."""
+        """Return a tensor's name in `HuggingFace.names`; None: of a part that is not read."""
         for prefix, ours in self._hf.aliases.items():
             if key.startswith(prefix):
                 key = ours + key.removeprefix(prefix)

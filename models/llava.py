@@ -46,7 +46,7 @@ _BASE = {
 }
 _TINY = {
     **{"vision_layers": 2, "vision_dim": 64, "vision_heads": 4, "vision_ffn_dim": 128},
-    **{"vision_image_size": 32, "vision_patch_size": 8, "image_token": 263},
+    **{"vision_image_size": 32, "vision_patch_size": 8, "image_token": 255},
 }
 
 SIZES = {
@@ -57,10 +57,11 @@ SIZES = {
 
 
 def llava_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]:
-    """Return the tp placements: those of a Decoder, and of the encoder without sequence parallelism.
+    """Return the tp placements of decoder, encoder and projector.
 
-    All ranks have whole images. With sequence parallelism each rank places the tokens of its own
-    shard of the sequence, so that the gradient of the images' tokens is a partial sum.
+    The encoder has no sequence parallelism: all tp ranks have whole images. With sequence
+    parallelism of the decoder each rank places the tokens of its own shard of the sequence, so that
+    the gradient of the images' tokens is a partial sum.
     """
     encoder = decoder_placements(encoder_config(config), sequence_parallel=False)
     own_tokens = sequence(split=(2,), partial=(1,)) if sequence_parallel else replicate()

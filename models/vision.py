@@ -121,10 +121,10 @@ class PlaceImages(nn.Module):
         Args:
             x: (B, T, D), embeddings of tokens.
             images: (N, P, D).
-            index: int64 (B, T), index of a token among the N P tokens of images; -1: text.
+            index: int64 (B, T, 2), (image, index among its P tokens) of each token; (-1, -1): text.
         """
-        placed = images.flatten(0, 1)[index.clamp(min=0)]
-        return torch.where((index >= 0).unsqueeze(-1), placed.to(x.dtype), x)
+        image, token = index.clamp(min=0).unbind(-1)
+        return torch.where(index[..., :1] >= 0, images[image, token].to(x.dtype), x)
 
 
 class VisionDecoder(Decoder):
@@ -152,7 +152,7 @@ class VisionDecoder(Decoder):
             x, positions, dropout_keys, others: arguments of `Decoder.forward`.
             images: uint8 or normalised floats (N, 3, S, S); None: no images. Used by the first
                 pipeline stage only.
-            image_index: int64 (B, T), see `PlaceImages`; required with images.
+            image_index: int64 (B, T, 2), see `PlaceImages`; required with images.
         """
         if images is not None and not x.is_floating_point():
             assert image_index is not None, "images need the index of their tokens"
