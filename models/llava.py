@@ -78,9 +78,11 @@ def llava_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str
 
 
 def llava_units(config: DecoderConfig) -> tuple[Unit, ...]:
-    """Return the FSDP units: the encoder's blocks, its other modules, and those of a Decoder."""
-    inputs = ("vision.patch_embed", "vision.position_embed", "projector")
-    return ("vision.blocks.*", inputs, *decoder_units(config))
+    """Return the FSDP units: the encoder's blocks and those of a Decoder.
+
+    The root unit has the embeddings of patches and the projector, which are small.
+    """
+    return ("vision.blocks.*", *decoder_units(config))
 
 
 def llava_embedding(config: DecoderConfig) -> tuple[str, ...]:

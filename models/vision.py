@@ -140,16 +140,17 @@ class VisionDecoder(Decoder):
         self,
         x: Tensor,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
         *,
         images: Tensor | None = None,
         image_index: Tensor | None = None,
-        dropout_keys: Tensor | None = None,
         **others: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
 
         Args:
-            x, positions, dropout_keys, others: arguments of `Decoder.forward`.
+            x, positions, documents, dropout_keys, others: arguments of `Decoder.forward`.
             images: uint8 or normalised floats (N, 3, S, S); None: no images. Used by the first
                 pipeline stage only.
             image_index: int64 (B, T, 2), see `PlaceImages`; required with images.
@@ -160,4 +161,4 @@ class VisionDecoder(Decoder):
                 positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
             x = self._embed(x, positions, dropout_keys)
             x = self.place_images(x, self.projector(self.vision(images)), image_index)
-        return super().forward(x, positions, dropout_keys=dropout_keys, **others)
+        return super().forward(x, positions, documents, dropout_keys, **others)

@@ -7,13 +7,21 @@ from typing import Any
 
 from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.float8 import RECIPES
-from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
-from tests.parallelisms.parity import DELTA, DENSE, FULL, LIMITED, MTP, SELECTIVE, SIZES, Case
+from tests.parallelisms.parity import (
+    DELTA,
+    DENSE,
+    FULL,
+    LIMITED,
+    MIXTURES,
+    MTP,
+    SELECTIVE,
+    SIZES,
+    Case,
+)
 
 Keys = dict[str, Any]
 WORLDS = (1, 2, 4)
-MIXTURES = [name for name in MODELS if name not in DENSE]
 V = "ZBVZeroBubble"
 COMPILED = Compile(enable=True)
 

@@ -2,7 +2,7 @@
 
     python -m dtron.data.images.draw runs/shapes
 
-writes `shapes.jsonl` and 256 PNG files of 32 x 32 pixels. A caption names colour and shape, which
+writes `shapes.jsonl` and 2,048 PNG files of 32 x 32 pixels. A caption names colour and shape, which
 only the image tells: a model that ignores images cannot have a loss below `text_only_loss()`.
 """
 
@@ -39,7 +39,7 @@ def caption(colour: str, shape: str) -> str:
 
 def draw(colour: str, shape: str, random: np.random.Generator) -> np.ndarray:
     """Return an image: uint8 (SIZE, SIZE, 3), the shape at a random place on a grey ground."""
-    radius = random.uniform(6, 10)
+    radius = random.uniform(7, 12)
     centre = random.uniform(radius, SIZE - radius, size=2)
     y, x = np.mgrid[:SIZE, :SIZE] + 0.5 - centre[:, None, None]
     inside = {
@@ -48,11 +48,11 @@ def draw(colour: str, shape: str, random: np.random.Generator) -> np.ndarray:
         "triangle": (abs(x) < (y + radius) / 2) & (y < 0.8 * radius),
         "cross": (np.minimum(abs(x), abs(y)) < radius / 4) & (np.maximum(abs(x), abs(y)) < radius),
     }[shape]
-    ground = random.integers(90, 170, size=(SIZE, SIZE, 3))
+    ground = random.integers(60, 200)
     return np.where(inside[..., None], COLOURS[colour], ground).astype(np.uint8)
 
 
-def write(folder: Path, n: int = 256, seed: int = 0) -> Path:
+def write(folder: Path, n: int = 2048, seed: int = 0) -> Path:
     """Write n images, as many of each kind, and the JSONL file that names them; return that."""
     from PIL import Image  # the extra `images`
 
