@@ -260,7 +260,9 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path: Path, name: str) ->
     config = small_config(name, tied=False, norm_zero_centered=True)
     model = varied(initialized(name, config))
     to_hf(model, tmp_path / "hf", name=name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    images = MODELS[name].sizes["debug"].vision_layers
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    theirs = kind.from_pretrained(tmp_path / "hf").eval()
     x = tokens()
     expected = model.eval()(x)
     assert (theirs(x).logits - expected).norm() / expected.norm() < 1e-5

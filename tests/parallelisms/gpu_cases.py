@@ -7,10 +7,10 @@ from typing import Any
 
 from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.float8 import RECIPES
+from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DELTA,
-    DENSE,
     FULL,
     LIMITED,
     MIXTURES,
@@ -191,6 +191,7 @@ WIDTHS: dict[str, Keys] = {
     "qwen3_moe": WIDE_EXPERTS,
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
     "gpt_oss": {**WIDE_EXPERTS, "window": 20},
+    "llava": {**WIDE, "vision_dim": 64, "vision_ffn_dim": 128},
 }
 
 

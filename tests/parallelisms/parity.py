@@ -380,10 +380,14 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     return mixed(with_images(case, replace(batch, pieces=pieces)))
 
 
+IMAGES = ((1, range(4)), (9, range(1, 4)))
+"""First token of a sequence that is of an image, and which tokens of the image follow."""
+
+
 def with_images(case: Case, batch: Batch) -> Batch:
     """The batch with images, for a family that reads them: no, one or two of each sequence.
 
-    An image of 4 tokens begins at token 1, and another one's last three tokens are at token 9.
+    They are at IMAGES.
     """
     if case.model not in VISION:
         return batch
@@ -391,7 +395,8 @@ def with_images(case: Case, batch: Batch) -> Batch:
     images = []
     for row, number in enumerate(batch.sequence.tolist()):
         generator = torch.Generator().manual_seed(number)
-        for first, tokens in ((1, range(4)), (9, range(1, 4)))[: number % 3]:
+        shown = [place for place in IMAGES if place[0] + len(place[1]) <= case.seq_len]
+        for first, tokens in shown[: number % 3]:
             place = torch.tensor([[len(images), token] for token in tokens])
             index[row, first : first + len(tokens)] = place
             images.append(torch.randint(256, (3, 9, 9), generator=generator, dtype=torch.uint8))

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
-from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,

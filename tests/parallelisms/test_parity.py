@@ -23,11 +23,11 @@ from dtron.parallelisms.pipeline.schedules import SCHEDULES, order_of, write_csv
 from tests.parallelisms.parity import (
     DELAYED,
     DENSE,
-    MIXTURES,
     EAGER,
     FULL,
     LATENT8,
     LIMITED,
+    MIXTURES,
     MTP,
     SELECTIVE,
     SINKHORN,
