@@ -590,7 +590,7 @@ def images_of_another_micro_batch() -> None:
         tokens, others = make(batch, *args, **kwargs)
         own, images = others["images"], before.get("images", others["images"])
         before["images"] = own
-        return tokens, {**others, "images": images.expand(len(own), -1, -1, -1)}
+        return tokens, {**others, "images": images[torch.arange(len(own)) % len(images)]}
 
     step.as_micro_batch = exchanged
 

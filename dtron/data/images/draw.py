@@ -39,7 +39,7 @@ def caption(colour: str, shape: str) -> str:
 
 def draw(colour: str, shape: str, random: np.random.Generator) -> np.ndarray:
     """Return an image: uint8 (SIZE, SIZE, 3), the shape at a random place on a grey ground."""
-    radius = random.uniform(7, 12)
+    radius = random.uniform(9, 13)
     centre = random.uniform(radius, SIZE - radius, size=2)
     y, x = np.mgrid[:SIZE, :SIZE] + 0.5 - centre[:, None, None]
     inside = {
