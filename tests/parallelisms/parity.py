@@ -100,7 +100,7 @@ computes in."""
 DECIBELS = 1.0
 MIXTURES = [name for name, spec in MODELS.items() if spec.sizes["debug"].n_experts]
 VISION = [name for name, spec in MODELS.items() if spec.sizes["debug"].vision_layers]
-"""Families with a vision encoder: tests/parallelisms/test_vision.py."""
+"""Families with a vision encoder."""
 DENSE = [name for name in MODELS if name not in (*MIXTURES, *VISION)]
 """Families without experts and vision encoder."""
 SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
