@@ -58,7 +58,7 @@ class DelayedScales:
         self.table = torch.ones(len(layers), 3, device=device)
         """Scales of input, weight and gradient, float32 (layers, 3)."""
         self.scales = self.table.unbind(0)
-        self.recorded = self.complete = False
+        self.complete = False
         for layer, seen in zip(self.layers, self.seen.unbind(0), strict=True):
             assert layer.recipe.shares_scales, "delayed scaling needs per-tensor scales"
             leaf = torch.zeros(2, device=device, requires_grad=True)
@@ -66,15 +66,17 @@ class DelayedScales:
             layer.delayed = Delayed(leaf)
 
     @torch.no_grad()
-    def update(self, taken: Tensor | None = None) -> None:
+    def update(self, taken: Tensor | None = None) -> bool:
         """Record the magnitudes of the previous step, if any, and compute all scales.
 
         Args:
-            taken: bool scalar, whether the step changed the weights. None: the step changed them,
-                or no step was run.
+            taken: bool scalar, whether the step changed the weights. None: histories or weights may
+                have been loaded; a step since the last call, if any, changed the weights.
+        Returns:
+            Whether layers use delayed scales from now on and did not before, or the reverse.
         """
         if not self.layers:
-            return
+            return False
         weights = torch.stack(norms(self._weights(), math.inf)).float()
         shown = torch.cat([self.seen, weights[:, None]], 1)
         shown = torch.where(shown.isfinite(), shown, 0)
@@ -82,21 +84,21 @@ class DelayedScales:
             shown[:, :2] *= taken
         if self.group is not None:
             dist.all_reduce(shown, dist.ReduceOp.MAX, self.group)
-        if self.recorded:
-            self._remember(shown[:, :2])
-        if not (self.recorded and self.complete):  # complete histories stay so, unless loaded anew
+        self._remember(shown[:, :2])
+        before = self.complete
+        if taken is None or not self.complete:  # complete histories stay so, unless loaded anew
             self.complete = bool((self.histories > 0).any(1).all().item())
         if self.complete:
             self._compute(self.histories.amax(1), shown[:, 2])
         for layer, own in zip(self.layers, self.scales, strict=True):
             assert layer.delayed is not None
             layer.delayed.scales = own if self.complete else None
-        self.recorded = False
+        return self.complete != before
 
     def _remember(self, newest: Tensor) -> None:
         """Add a step's magnitudes, float32 (layers, 2), to the histories.
 
-        An operand with magnitude 0, as in a skipped step, keeps its history.
+        An operand with magnitude 0, as in a skipped step or without a step, keeps its history.
         """
         moved = torch.cat([newest[:, None], self.histories[:, :-1]], 1)
         self.histories.copy_(torch.where((newest > 0)[:, None], moved, self.histories))
@@ -120,6 +122,6 @@ class DelayedScales:
         def record(leaf: Tensor) -> None:
             assert leaf.grad is not None
             torch.maximum(seen, leaf.grad, out=seen)
-            leaf.grad, self.recorded = None, True
+            leaf.grad = None
 
         return record

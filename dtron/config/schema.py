@@ -470,6 +470,11 @@ class Compile(Section):
     """Compile every block and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor`, or `aot_eager` to check graph capture without generating code."""
+    cuda_graphs: Literal["off", "step"] = "off"
+    """`step`: record the forwards and backwards of a step's micro-batches, with their collectives,
+    as one CUDA graph in the third step, and replay it in each later one. The host then launches one
+    graph instead of thousands of kernels, which pays where it is slower than the GPU: in small
+    models and small micro-batches. The graph keeps the memory of activations and gradients."""
     cache_dir: LocalPath = ""
     """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
     container, and which only you can write to, since its files are executed. Empty: torch's own,

@@ -378,6 +378,18 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "matmuls are frozen and have no gradient; leave it out",
     ),
     Rule(
+        "compile.cuda_graphs float8.report_interval",
+        lambda c: c.compile.cuda_graphs == "off" or not c.float8.report_interval,
+        'compile.cuda_graphs = "step" with float8.report_interval: a step with a report runs '
+        "without compiled blocks, but a CUDA graph repeats one recorded step; leave one out",
+    ),
+    Rule(
+        "compile.cuda_graphs recompute.offload",
+        lambda c: c.compile.cuda_graphs == "off" or not c.recompute.offload,
+        'compile.cuda_graphs = "step" with recompute.offload = true: the host takes and returns '
+        "memory of its pool in each step, which a CUDA graph does not repeat; leave one out",
+    ),
+    Rule(
         "parallel.async_tp parallel.sequence_parallel",
         lambda c: not c.parallel.async_tp or c.parallel.sequence_parallel,
         "parallel.async_tp overlaps the all-gathers and reduce-scatters of "

@@ -13,8 +13,9 @@ Legend: B sequences per micro-batch and rank, T tokens per sequence.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from dtron.data.packing import IGNORE, Packed, State, TrainingSource, Validation
 from dtron.errors import ConfigError, DataError
 
 Tables = Mapping[str, tuple[Tensor, ...]]
+ON_HOST = "on host"
+"""End of the names of tables that stay on the host."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,26 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Copy to a device; to CUDA from pinned memory, asynchronously."""
         device = torch.device(device)
-        return Batch(
-            tokens=_move(self.tokens, device),
-            labels=_move(self.labels, device),
-            sequence=_move(self.sequence, device),
-            positions=_move_optional(self.positions, device),
-            documents=_move_documents(self.documents, device),
-            padding=self.padding,
-            pieces=_move_optional(self.pieces, device),
-            index=_move_optional(self.index, device),
-            order=_move_optional(self.order, device),
-            mtp_tokens=_move_optional(self.mtp_tokens, device),
-            mtp_labels=_move_optional(self.mtp_labels, device),
-            images=_move_optional(self.images, device),
-            image_index=_move_optional(self.image_index, device),
-            sources=_move_optional(self.sources, device),
-        )
+        return self.map(lambda x: _move(x, device))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to all tensors, in a fixed order, but not to tables on the host."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed: dict[str, Any] = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
+        if isinstance(self.documents, Mapping):
+            # Read-only: FSDP moves the tensors of a dict to the device, also those of the host.
+            changed["documents"] = MappingProxyType(
+                {
+                    key: row if key.endswith(ON_HOST) else tuple(change(x) for x in row)
+                    for key, row in self.documents.items()
+                }
+            )
+        return replace(self, **changed)
+
+    def tables_on_host(self) -> list[Tensor]:
+        """Return the tables of context-parallel attention that stay on the host."""
+        tables = self.documents if isinstance(self.documents, Mapping) else {}
+        return [x for key, row in tables.items() if key.endswith(ON_HOST) for x in row]
 
     def with_used_images(self, size: int) -> "Batch":
         """Return the batch with the images that its tokens use, at least one.
@@ -274,24 +281,6 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _move_optional(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else _move(tensor, device)
-
-
-def _move_documents(
-    documents: Tensor | Tables | None, device: torch.device
-) -> Tensor | Tables | None:
-    if documents is None or isinstance(documents, Tensor):
-        return None if documents is None else _move(documents, device)
-    # A read-only view: FSDP moves the tensors of a dict to the device, also what stays on the host.
-    return MappingProxyType(
-        {
-            key: row if key.endswith("on host") else tuple(_move(x, device) for x in row)
-            for key, row in documents.items()
-        }
-    )
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:

@@ -132,7 +132,8 @@ def _seen(
 ) -> Tensor:
     """Return which keys each query sees, bool (T, S)."""
     if segments is None:
-        bounds = torch.tensor([[0, n_queries], [0, n_keys]], device=device)
+        ends = torch.arange(2, device=device)  # no copy from the host
+        bounds = torch.stack([ends * n_queries, ends * n_keys])
     else:
         bounds = segments.long()
     (own, query_left), (other, key_left) = (

@@ -25,7 +25,7 @@ from dtron.models.contract import ignored, reads_images
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.expert import bounded_all_to_all, deepep, symmetric_dispatch
-from dtron.parallelisms.expert.dispatchers import refuse_half_compiled
+from dtron.parallelisms.expert.dispatchers import in_graphs, refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
@@ -276,6 +276,14 @@ def _check_dispatch(run: ModelCandidate) -> None:
         deepep.check_rows(DTYPES[config.train.dtype], run.model.dim)
 
 
+def _waits_in_a_graph(run: ModelCandidate) -> bool:
+    """Whether a CUDA graph would hold a dispatcher that reads numbers of tokens on the host."""
+    parallel = run.parallel
+    travels = bool(run.model.n_experts) and parallel.ep * parallel.etp > 1
+    graph = run.config.compile.cuda_graphs == "step"
+    return graph and travels and not in_graphs(parallel.dispatcher)
+
+
 def _unread(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each setting that a model family with a custom module ignores."""
     chosen, size = run.config.model, run.spec.sizes.get(run.config.model.size)
@@ -414,6 +422,13 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "parallel.dispatcher recompute.mode recompute.modules compile.enable debug.deterministic "
         "float8.dispatch",
         passes(_check_dispatch),
+    ),
+    Rule(
+        "compile.cuda_graphs parallel.dispatcher",
+        lambda c: not _waits_in_a_graph(c),
+        'compile.cuda_graphs = "step" with parallel.dispatcher = "{c.parallel.dispatcher}": the '
+        "host reads how many tokens are sent, which a CUDA graph cannot repeat; use "
+        'parallel.dispatcher = "symmetric_memory" inside a host, or "bounded_all_to_all"',
     ),
     Rule("parallel.tp parallel.ep parallel.etp model.override", finds_none(_undivided)),
     Rule("parallel.ep parallel.etp model.override", passes(_check_expert_shards)),
@@ -701,7 +716,9 @@ def setting_warnings(config: RunConfig) -> Iterator[str]:
             yield f'{key} = {value!r} has no effect: parallel.dispatcher is "{parallel.dispatcher}"'
 
 
-_ON_GPUS = "parallel.async_tp parallel.high_priority recompute.offload optim.offload"
+_ON_GPUS = (
+    "parallel.async_tp parallel.high_priority recompute.offload optim.offload compile.cuda_graphs"
+)
 
 
 def _without_gpus(run: MachineCandidate) -> Iterator[str]:

@@ -20,6 +20,7 @@ from dtron.models import build_model, model_spec
 from dtron.models.router import routers
 from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execution
 from dtron.parallelisms.context.apply import Context
+from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
@@ -187,13 +188,13 @@ def build_run(
     refresh = float8.gather_weights(applied, mesh) if float8 else None
     scales = float8.delay_scales(applied, mesh) if float8 else None
 
-    def after_update(taken: Tensor) -> None:
-        if routing is not None:
+    def after_update(taken: Tensor | None) -> None:
+        if routing is not None and taken is not None:
             routing.after_update(taken)
         if refresh is not None:
             refresh()
-        if scales is not None:
-            scales.update(taken)
+        if scales is not None and scales.update(taken) and train_step.graph is not None:
+            train_step.graph.discard()  # it was recorded with the other kind of scales
 
     train_step = step(
         model,
@@ -204,4 +205,7 @@ def build_run(
         guard,
         after_update if routing or refresh or scales else None,
     )
+    if config.compile.cuda_graphs == "step":
+        device = torch.device(mesh.device_type)
+        train_step.graph = GradientGraph(train_step.parameters, device)
     return BuiltRun(setup, model, optimizer, train_step, routing, scales)

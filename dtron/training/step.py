@@ -19,6 +19,7 @@ from dtron.data import Batch
 from dtron.faults.corruption import Compute
 from dtron.models.dropout import token_keys
 from dtron.parallelisms.apply import Applied
+from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
@@ -88,7 +89,8 @@ class TrainStep:
         guard: detects bad losses and may skip their steps.
         after_update: function that is called after each step to update state that depends on
             weights, such as float8 scales. Its argument is a bool scalar on the device: False if
-            the step was skipped.
+            the step was skipped. None: the weights were initialized or loaded.
+        graph: computes the gradients as a CUDA graph; None: without one.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class TrainStep:
         dropout_seed: int | None = None,
         mtp_weight: float = 0.0,
         guard: Guard | None = None,
-        after_update: Callable[[Tensor], None] | None = None,
+        after_update: Callable[[Tensor | None], None] | None = None,
+        graph: GradientGraph | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm, self.dropout_seed, self.mtp_weight = (
@@ -107,7 +110,7 @@ class TrainStep:
             dropout_seed,
             mtp_weight,
         )
-        self.after_update, self.guard = after_update, guard
+        self.after_update, self.guard, self.graph = after_update, guard, graph
         self.parameters = [p for _, p in model.applied.named_parameters() if p.requires_grad]
         device = model.mesh.device_type
         self.mtp_loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -131,8 +134,10 @@ class TrainStep:
             compute: function that runs the gradient computation, perhaps twice; None: run it once.
         """
         with phase("forward_backward"):
-            accumulate = functools.partial(self.accumulate, batches, step)
-            loss = compute(accumulate) if compute else accumulate()
+            if compute:
+                loss = compute(functools.partial(self.accumulate, batches, step))
+            else:
+                loss = self._accumulate(batches, step)
         with phase("optimizer"):
             norm = global_norm(self.parameters, self.model.mesh, self.model.applied.shared.copies)
             dropped = self._dropped(step + 1)
@@ -169,9 +174,22 @@ class TrainStep:
         self.first_dropped = first * dropped
         return dropped > 0
 
-    def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
+    def _accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
+        """Do the same as `accumulate`, by the CUDA graph if there is one."""
+        if self.graph is None:
+            return self.accumulate(batches, step)
+
+        def compute(batches: Sequence[Batch], step: Tensor) -> tuple[Tensor, ...]:
+            return self.accumulate(batches, step), self.mtp_loss, self.by_source
+
+        loss, self.mtp_loss, self.by_source = self.graph(compute, batches, step)
+        return loss
+
+    def accumulate(self, batches: Sequence[Batch], step: int | Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and complete the gradients.
 
+        Args:
+            step: number of the step, from 0; an int64 scalar on the device in a CUDA graph.
         Returns:
             This rank's partial mean loss.
         """
@@ -252,7 +270,7 @@ class TrainStep:
         dist.all_reduce(counts, group=self.model.mesh.group(*LOSS_AXES))
         return counts.clamp(min=1)
 
-    def _dropout_keys(self, batch: Batch, step: int) -> Tensor | None:
+    def _dropout_keys(self, batch: Batch, step: int | Tensor) -> Tensor | None:
         if self.dropout_seed is None:
             return None
         index = batch.index
@@ -325,6 +343,8 @@ class Repeats:
         dispatcher = self.step.model.applied.dispatcher
         assert dispatcher is not None, "it has dropped tokens"
         log.warning("%s; %s", dispatcher.grow(self.device), then)
+        if self.step.graph is not None:
+            self.step.graph.discard()  # it has the buffers of the former capacity
         self.step.first_dropped.zero_()
         self.compiling()
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -292,7 +291,7 @@ class Trainer:
     def _refresh_weights(self) -> None:
         """Update state that depends on weights, after weights were initialized or loaded."""
         if self.run.step.after_update is not None:
-            self.run.step.after_update(torch.ones((), dtype=torch.bool, device=self.place.device))
+            self.run.step.after_update(None)
 
     def _load(self) -> None:
         """Resume from a checkpoint or load initial weights, if the run has either."""

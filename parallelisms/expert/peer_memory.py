@@ -144,6 +144,8 @@ class CopyEngine:
         self._growing = GrowingMemory(group)
         self._memory: PeerMemory | None = None
         self._free: torch.cuda.Event | None = None
+        self._recorded = False
+        """Whether `_free` is of a CUDA graph, in which no other event can be waited for."""
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) elements of this rank's shared memory, which other ranks will read.
@@ -152,8 +154,8 @@ class CopyEngine:
         """
         self._memory = None  # so that the old memory is freed before a larger one is created
         self._memory = memory = self._growing.at_least(numel * dtype.itemsize, self._device)
-        if self._free is not None:
-            self._free.wait()
+        if self._free is not None and self._recorded == torch.cuda.is_current_stream_capturing():
+            self._free.wait()  # else the work before a graph, or a whole graph, was waited for
         return memory.view(self.group.rank(), numel, dtype)
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
@@ -195,3 +197,4 @@ class CopyEngine:
         if self._device.type == "cuda":
             self._free = torch.cuda.Event()
             self._free.record()
+            self._recorded = torch.cuda.is_current_stream_capturing()

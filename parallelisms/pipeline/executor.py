@@ -309,7 +309,9 @@ class Pipeline:
         return self.peers[self.layout.ranks[stage]]
 
     def _send(self, state: _PassState, tensor: Tensor, peer: int) -> None:
-        while state.sending and state.sending[0][0].is_completed():
+        # While a CUDA graph is recorded nothing is sent, and asking is an error.
+        recorded = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        while not recorded and state.sending and state.sending[0][0].is_completed():
             state.sending.popleft()
         tensor = tensor.contiguous()
         state.sending.append((self._post(dist.isend, tensor, peer), tensor))

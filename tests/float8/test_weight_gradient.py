@@ -243,7 +243,7 @@ def test_delayed_scales_see_magnitudes_in_i() -> None:
             with gradients.collect(i):
                 module(x).backward(grad)
         found.append(scales.seen.clone())
-        assert scales.recorded  # before any W
+        assert scales.seen.any()  # before any W
     assert found[0].all()
     assert torch.equal(*found)
 

@@ -123,7 +123,8 @@ FLOAT32: dict[int, list[Row]] = {
             if name not in ("1F1B", "Interleaved1F1B", V)
         ],
         row(2, {"tp": 2, "sequence_parallel": False}, ["llama"]),
-        row(2, {"tp": 2, "async_tp": True}, ["llama"]),
+        row(2, {"tp": 2, "async_tp": True}, ["llama", "mixtral", "deepseek_v3"]),
+        row(2, {"tp": 2, "ep": 2, "async_tp": True}, ["mixtral"]),
         row(2, {"dp_shard": 2, "zero": 2, **EXCHANGED}, ["qwen3"]),
         row(2, {"dp_shard": 2, **COPIED}, ["llama"]),
         row(2, {"dp_shard": 2, "zero": 2, **COPIED, **EXCHANGED}, ["qwen3"]),

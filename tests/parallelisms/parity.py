@@ -704,9 +704,9 @@ class RecordingStep(TrainStep):
 
     gradients: dict[str, Tensor]
 
-    def accumulate(self, batches: Sequence[Batch], step: int) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], step: int | Tensor) -> Tensor:
         loss = super().accumulate(batches, step)
-        if step == 0:
+        if isinstance(step, int) and step == 0:
             self.gradients = whole(self.model.applied, [p.grad for p in self.parameters])  # type: ignore[misc]
         return loss
 
@@ -726,7 +726,7 @@ def parallel_run(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     train_step, routing = run.step, run.routing
     assert isinstance(train_step, RecordingStep)
     if train_step.after_update is not None:  # of the weights that were drawn, as the Trainer does
-        train_step.after_update(torch.ones((), dtype=torch.bool, device=mesh.device_type))
+        train_step.after_update(None)
     losses, norms, loads, figures, sources = [], [], [], [], []
     for step in range(case.steps):
         lr = case.config().optim.lr

@@ -94,7 +94,7 @@ def train(named: list[tuple[str, nn.Parameter]], optimizer: Any, steps: range) -
         for i, (_, p) in enumerate(named):
             torch.manual_seed(100 * step + i)
             p.grad = None if step == 3 and i == 2 else torch.randn_like(p)
-        scale = torch.tensor(torch.nan if step == 2 else 0.5)
+        scale = torch.tensor(torch.nan if step == 2 else 0.5, device=named[0][1].device)
         update(optimizer, scale, 0.01)
 
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from dtron.config import Data
 from dtron.data.corpus.documents import Reading, files_corpus
-from dtron.data.corpus.token_corpus import TokenShards
 from dtron.data.images.files import read_image
-from dtron.data.packing import Packed, SequencePlan, UnreadSequence, Waste, ids_and_labels
+from dtron.data.packing import Packed, SequencePlan, Tokens, UnreadSequence, Waste, ids_and_labels
 from dtron.data.tokenizer import ImageText
 from dtron.errors import DataError
 
@@ -33,7 +32,7 @@ class ImageTable:
     data: Data
 
     @classmethod
-    def of(cls, data: Data, tokens: TokenShards) -> "ImageTable":
+    def of(cls, data: Data, tokens: Tokens) -> "ImageTable":
         """Read the rows of `data.paths` and find the placeholder tokens of the corpus.
 
         Raises:
@@ -102,6 +101,6 @@ class WithImages:
         return self.plan.waste(order)
 
 
-def with_images(data: Data, tokens: TokenShards, plan: SequencePlan) -> SequencePlan:
+def with_images(data: Data, tokens: Tokens, plan: SequencePlan) -> SequencePlan:
     """Return a plan whose sequences have their images, if `data.format` has any."""
     return WithImages(plan, ImageTable.of(data, tokens)) if data.has_images else plan

@@ -1,0 +1,216 @@
+"""A step by a CUDA graph gives the bits of a step without one.
+
+On CPUs a recorded step is repeated by calling the recorded function again on the recorded tensors,
+which shows what is copied into them and what is read from them. On GPUs:
+
+    pytest -m gpu tests/parallelisms/test_cuda_graph.py
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtron.training.build
+from dtron.config import Compile, Float8, Parallel
+from dtron.parallelisms import cuda_graph
+from dtron.parallelisms.cuda_graph import GradientGraph
+from tests.gpu_ranks import run_on_gpus
+from tests.harness import run_ranks
+from tests.parallelisms.gpu_cases import WIDTHS
+from tests.parallelisms.parity import FULL, Case, mesh_of, parallel_run
+
+DROPPED = {"dropout": 0.1, "attention_dropout": 0.1}
+STEPS = cuda_graph.WARM_UP + 3
+
+
+class Repeated(GradientGraph):
+    """Repeats a step by calling its function again, with results and gradients in one place."""
+
+    def __init__(self, parameters: list[Tensor], device: torch.device) -> None:
+        super().__init__(parameters, device, self.again)
+        self.replays = 0
+
+    def again(self, function: Callable[[], tuple[Tensor, ...]]) -> Any:
+        results = function()
+        gradients = [p.grad for p in self.parameters]
+
+        def replay() -> None:
+            self.replays += 1
+            for p in self.parameters:
+                p.grad = None
+            for held, new in zip(results, function(), strict=True):
+                held.copy_(new)
+            for held, p in zip(gradients, self.parameters, strict=True):
+                if held is not None:
+                    assert p.grad is not None
+                    held.copy_(p.grad)
+
+        return replay, results
+
+
+class StaleBatch(Repeated):
+    """Planted: labels of the recorded step stay."""
+
+    def __call__(self, compute: Any, batches: Any, step: int) -> tuple[Tensor, ...]:
+        if self._recorded is not None:
+            held = self._recorded.inputs[1].clone()
+            batches = [replace(batches[0], labels=held), *batches[1:]]
+        return super().__call__(compute, batches, step)
+
+
+class StaleStep(Repeated):
+    """Planted: the number of the recorded step stays, and with it the dropout."""
+
+    def __call__(self, compute: Any, batches: Any, step: int) -> tuple[Tensor, ...]:
+        return super().__call__(compute, batches, min(step, cuda_graph.WARM_UP))
+
+
+class LostMicroBatch(Repeated):
+    """Planted: the last micro-batch is not recorded."""
+
+    def _record(self, compute: Any, batches: Any) -> Any:
+        return super()._record(lambda held, step: compute(held[:-1], step), batches)
+
+
+def pair(case: Case, graph: type[GradientGraph] = GradientGraph) -> list[dict[str, Any]]:
+    """Results of a case without and with a graph."""
+    found = []
+    mesh = mesh_of(case)
+    for chosen in ("off", "step"):
+        compile = case.compile.model_copy(update={"cuda_graphs": chosen})
+        dtron.training.build.GradientGraph = graph
+        found.append(parallel_run(replace(case, compile=compile, steps=STEPS), mesh))
+    return found
+
+
+def differences(plain: dict[str, Any], graphed: dict[str, Any]) -> list[str]:
+    """Names of results whose bits differ."""
+    found = [
+        name
+        for name in ("losses", "norms", "loads", "figures", "validation")
+        if plain[name] != graphed[name]
+    ]
+    pairs = zip(plain["sources"], graphed["sources"], strict=True)
+    if not all(torch.equal(a, b) for a, b in pairs):
+        found.append("sources")
+    weights = plain["parameters"], graphed["parameters"]
+    return found + [name for name, x in weights[0].items() if not torch.equal(x, weights[1][name])]
+
+
+def compare(case: Case, graph: type[GradientGraph] = GradientGraph) -> list[str]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return differences(*pair(case, graph))
+
+
+CPU = Case("gpt", 2, Parallel(dp_shard=2, zero=2), override=DROPPED, sequences=4)
+
+
+def test_a_repeated_step_has_the_bits_of_a_computed_one() -> None:
+    assert run_ranks(2, compare, CPU, Repeated) == [[], []]
+
+
+@pytest.mark.parametrize("planted", [StaleBatch, StaleStep, LostMicroBatch])
+def test_planted_bugs_show(planted: type[Repeated]) -> None:
+    assert "losses" in run_ranks(2, compare, CPU, planted)[0]
+
+
+class Numbers:
+    """A micro-batch of one tensor."""
+
+    def __init__(self, *values: float, host: int = 0) -> None:
+        self.values, self.host = torch.tensor(values), host
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Numbers":
+        made = Numbers(host=self.host)
+        made.values = change(self.values)
+        return made
+
+    def tables_on_host(self) -> list[Tensor]:
+        return [torch.tensor([self.host])]
+
+
+def test_other_shapes_and_tables_are_computed_without_the_graph(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weight = torch.ones((), requires_grad=True)
+    graph = Repeated([weight], torch.device("cpu"))
+
+    def call(*batches: Numbers, step: int = 5) -> tuple[float, float]:
+        def compute(batches: Any, step: Any) -> tuple[Tensor, ...]:
+            loss = sum(weight * batch.values.sum() * step for batch in batches)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            return (loss.detach(),)
+
+        (loss,) = graph(compute, batches, step)
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.item(), None
+        return loss.item(), gradient
+
+    for _ in range(cuda_graph.WARM_UP):
+        assert call(Numbers(1.0, 2.0)) == (15, 15)
+    assert call(Numbers(1.0, 2.0)) == (15, 15)
+    assert call(Numbers(3.0, 4.0), step=2) == (14, 14)
+    assert graph.replays == 2
+    for others in ([Numbers(1.0)], [Numbers(1.0, 2.0, host=1)], [Numbers(1.0, 2.0)] * 2):
+        assert call(*others)[0] == 5 * sum(float(each.values.sum()) for each in others)
+    assert graph.replays == 2
+    assert caplog.text.count("without the CUDA graph") == 1
+    graph.discard()
+    assert call(Numbers(1.0)) == (5, 5)
+    assert graph.replays == 2
+
+
+GPU: dict[str, Case] = {
+    "one": Case("gpt", override=DROPPED),
+    "packed, compiled": Case("llama", documents=True, compile=Compile(enable=True)),
+    "full recomputation": Case("qwen3", recompute=FULL),
+    "hybrid": Case("qwen3_5"),
+    "experts": Case("deepseek_v3", override=WIDTHS["deepseek_v3"], dtype="bfloat16"),
+    "zero 3": Case("llama", 2, Parallel(dp_shard=2)),
+    "zero 1": Case("llama", 2, Parallel(dp_shard=2, zero=1)),
+    "copies": Case("llama", 2, Parallel(dp_shard=2, copy_engines=True, reduce_by="all_to_all")),
+    "tp": Case("llama", 2, Parallel(tp=2)),
+    "async tp": Case("llama", 2, Parallel(tp=2, async_tp=True)),
+    "ring": Case("llama", 2, Parallel(cp=2, cp_method="ring")),
+    "ulysses": Case("llama", 2, Parallel(cp=2, cp_method="ulysses")),
+    "1F1B": Case("llama", 2, Parallel(pp=2)),
+    "ZBV": Case("llama", 2, Parallel(pp=2, schedule="ZBVZeroBubble")),
+    "symmetric": Case(
+        "mixtral",
+        2,
+        Parallel(dp_shard=2, ep=2, dispatcher="symmetric_memory"),
+        override=WIDTHS["mixtral"],
+        dtype="bfloat16",
+    ),
+    "bounded": Case(
+        "mixtral",
+        2,
+        Parallel(dp_shard=2, ep=2, dispatcher="bounded_all_to_all"),
+        override=WIDTHS["mixtral"],
+        dtype="bfloat16",
+    ),
+    "float8": Case(
+        "llama",
+        override=WIDTHS["llama"],
+        dtype="bfloat16",
+        float8=Float8(recipe="tensorwise"),
+    ),
+    "delayed scales": Case(
+        "llama",
+        override=WIDTHS["llama"],
+        dtype="bfloat16",
+        float8=Float8(recipe="tensorwise", scaling="delayed", amax_history=2),
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU)
+def test_a_graph_has_the_bits_of_a_step_without_one(name: str) -> None:
+    case = GPU[name]
+    assert run_on_gpus(case.world, compare, case) == [[]] * case.world
