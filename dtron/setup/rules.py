@@ -396,6 +396,13 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
     ),
     Rule(
+        "compile.cuda_graphs model.override",
+        lambda c: c.config.compile.cuda_graphs == "off" or not c.model.vision_layers,
+        'compile.cuda_graphs = "step" with model.override.vision_layers = {c.model.vision_layers}: '
+        "the number of images differs between micro-batches, and a graph has fixed shapes; use "
+        '"off"',
+    ),
+    Rule(
         "data.format data.image_size data.image_tokens data.image_token model.override",
         finds_none(_other_images),
     ),

@@ -72,7 +72,8 @@ class ImageTable:
         index = np.full((len(packed.tokens), 2), -1, np.int64)
         index[own] = np.stack([image, places[own] - self.starts[numbers]], axis=1)
         size = self.data.image_size
-        pixels = [read_image(*self.files[number], size) for number in used.tolist()]
+        files = [self.files[number] for number in used.tolist()]
+        pixels = [read_image(path, where, size) for path, where in files]
         images = np.stack(pixels) if pixels else np.empty((0, 3, size, size), np.uint8)
         return replace(packed, images=images, image_index=index)
 
