@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from dtron.checkpoint.async_staging import Staging
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import CheckpointMetadata
 from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.metadata import CheckpointMetadata
 from dtron.config import Checkpoint, Optim
 from dtron.io.safetensors_file import write_tensors
 from dtron.models import BACKENDS, MODELS, build_model, model_config

@@ -19,6 +19,7 @@ from dtron.models.attention import BACKENDS, AttentionNeeds, Backend, choose_bac
 from dtron.models.config import DecoderConfig, overridden
 from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
+from dtron.models.gemma3 import GEMMA3
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
 from dtron.models.hf import HuggingFace
@@ -29,6 +30,7 @@ from dtron.models.llava import LLAVA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
 from dtron.models.qwen3_5 import QWEN3_5
+from dtron.models.qwen3_5_moe import QWEN3_5_MOE
 from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
 
@@ -51,7 +53,10 @@ __all__ = [
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
-    for spec in (LLAMA, QWEN3, QWEN3_5, GPT, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, LLAVA)
+    for spec in (
+        *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, LLAVA),
+    )
 }
 
 

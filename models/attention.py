@@ -98,12 +98,12 @@ def modifies_scores(config: DecoderConfig) -> bool:
 
 
 def score_scale(config: DecoderConfig) -> float:
-    """Return the factor on q k^T: 1 / sqrt(K).
+    """Return the factor on q k^T: 1 / sqrt(K), or 1 / sqrt(query_pre_attn_scalar) if it is set.
 
     Latent attention with YaRN multiplies it by YaRN's temperature, since scaled cosines and sines
     would scale only the rotated part of the score.
     """
-    scale = config.head_size**-0.5
+    scale = (config.query_pre_attn_scalar or config.head_size) ** -0.5
     if config.kv_lora_rank and config.rope_scaling == "yarn":
         scale *= yarn_mscale(config.rope_scaling_factor, config.rope_mscale_all_dim) ** 2
     return scale

@@ -5,7 +5,7 @@ are properties and are never stored.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,17 @@ from dtron.errors import ConfigError, config_error
 from dtron.models.field_rules import broken_rules
 
 MOST_FACTOR = 1e30
+
+
+class LayerKind(NamedTuple):
+    """Modules of a layer. Layers of one kind differ only in their weights and windows."""
+
+    delta: bool = False
+    """A gated delta net in place of attention."""
+    experts: bool = False
+    """A mixture of experts in place of a dense feed-forward layer."""
+    mtp: bool = False
+    """A block of multi-token prediction."""
 
 
 class DecoderConfig(BaseModel):
@@ -55,6 +66,9 @@ class DecoderConfig(BaseModel):
     weight decay in either form."""
     qk_norm: bool = False
     """Normalise every query and key head (arXiv:2302.05442)."""
+    post_norms: bool = False
+    """Also normalise the output of attention and of the feed-forward layer, before it is added to
+    the residual stream (Gemma 2, arXiv:2408.00118)."""
     bias: bool = False
     """Whether linear layers of the blocks have biases, experts and routers included. shared_gate,
     MTP's merge and the head never have one."""
@@ -66,6 +80,8 @@ class DecoderConfig(BaseModel):
     a gated delta net (delta_key_heads). 0: all layers have the window."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Soft cap c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
+    query_pre_attn_scalar: int = Field(default=0, ge=0, le=2**16)
+    """n: attention scores are q k^T / sqrt(n), as in Gemma; 0: the width of a head."""
     sinks: bool = False
     """Attention sinks: one learned score per head in the softmax, without a value (gpt-oss,
     arXiv:2508.10925; arXiv:2309.17453)."""
@@ -105,11 +121,15 @@ class DecoderConfig(BaseModel):
     """Maximum sequence length with `positions = "learned"`, in tokens; rope has no limit."""
     rope_theta: float = Field(default=10000.0, gt=0, le=MOST_FACTOR)
     """Base of the rotation frequencies."""
+    rope_local_theta: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
+    """Base of the rotation frequencies in layers with a window, which rope scaling then leaves
+    unchanged (Gemma 3, arXiv:2503.19786); 0: as in the other layers."""
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
     """Fraction of each head that is rotated, its first elements (partial rotary)."""
-    rope_scaling: Literal["llama3", "yarn"] = "llama3"
-    """Method of context extension: `llama3`, as in Llama 3.1 (arXiv:2407.21783), or `yarn`
-    (arXiv:2309.00071); see dtron.models.rope.SCALINGS."""
+    rope_scaling: Literal["llama3", "yarn", "linear"] = "llama3"
+    """Method of context extension: `llama3`, as in Llama 3.1 (arXiv:2407.21783), `yarn`
+    (arXiv:2309.00071), or `linear`, all frequencies alike (arXiv:2306.15595); see
+    dtron.models.rope.SCALINGS."""
     rope_scaling_factor: float = Field(default=1.0, ge=1, le=MOST_FACTOR)
     """Context extension divides low frequencies by this factor; 1: no scaling."""
     rope_original_context: int = Field(default=8192, ge=1, le=2**31)
@@ -132,6 +152,10 @@ class DecoderConfig(BaseModel):
     (0.1 rope_mscale_all_dim ln s + 1)^2 (DeepSeek-V3)."""
     tied: bool = False
     """Whether the head uses the embedding's weight."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by sqrt(dim), rounded to the dtype of computation (Gemma)."""
+    logit_softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
+    """Soft cap c: logits z become c tanh(z / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the embeddings and of each attention and feed-forward layer's output."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -180,8 +204,9 @@ class DecoderConfig(BaseModel):
     capacity_pad: bool = False
     """Pad each expert's input with zeros to its capacity, for static shapes."""
     mtp: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks
-    with experts. Block k = 0, 1, ... predicts the token k + 2 ahead. 0: no MTP."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): number of extra blocks,
+    with attention, and with experts if the model has them. Block k = 0, 1, ... predicts the token
+    k + 2 ahead. 0: no MTP."""
     mtp_coefficient: float = Field(default=0.3, gt=0, le=MOST_FACTOR)
     """Weight of the mean of the MTP losses."""
     force_balance: bool = False
@@ -241,6 +266,15 @@ class DecoderConfig(BaseModel):
         return self.n_layers - self.n_expert_layers
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer, then of each MTP block."""
+        layers = (
+            LayerKind(delta, layer >= self.n_dense_layers)
+            for layer, delta in enumerate(self.delta_layers)
+        )
+        return (*layers, *[LayerKind(experts=self.n_experts > 0, mtp=True)] * self.mtp)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """Sliding window of each layer, in tokens; 0: full attention."""
         every = self.full_attention_every
@@ -248,6 +282,14 @@ class DecoderConfig(BaseModel):
             0 if every and (layer + 1) % every == 0 else self.window
             for layer in range(self.n_layers)
         )
+
+    @property
+    def local_rope(self) -> "DecoderConfig | None":
+        """The config whose rotary frequencies layers with a window have; None: this config."""
+        if not self.rope_local_theta:
+            return None
+        unscaled = {"rope_theta": self.rope_local_theta, "rope_scaling_factor": 1.0}
+        return self.model_copy(update={**unscaled, "rope_scaling": "llama3"})
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:

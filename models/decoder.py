@@ -9,6 +9,7 @@ rank, mesh or process group: parallelism is applied from outside, by module name
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
+    blocks.<i>.{attn_post_norm,ffn_post_norm}          with post_norms
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
     norm, head                                         the projection to logits
     mtp_embed                                          with mtp: shares the embedding's weight
@@ -17,8 +18,8 @@ rank, mesh or process group: parallelism is applied from outside, by module name
 The input may also be hidden states instead of tokens. A pipeline stage is a Decoder in which the
 missing modules return their input (`parallelisms/pipeline/stages.py`). Between blocks the sequence
 may be sharded over ranks: no module reads the sequence length from hidden states. Blocks of one
-kind (dense or with experts, with or without a window) differ only in their weights and take only
-tensors, so that torch.compile compiles one graph per kind.
+kind (`LayerKind`, with or without a window) differ only in their weights and take only tensors, so
+that torch.compile compiles one graph per kind.
 
 Multi-token prediction (MTP): with h the hidden states after the last norm and e the embedding of
 the token k + 1 ahead, MTP block k = 0, 1, ... computes
@@ -35,18 +36,19 @@ released weights take e and h.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
-from dtron.models.layers import FeedForward, norm
+from dtron.models.layers import FeedForward, norm, soft_cap
 from dtron.models.moe import MoE
 from dtron.models.rope import rope_table
 
@@ -54,7 +56,10 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x))."""
+    """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x)).
+
+    With post-norms both sums are of the normalised outputs: x += post_norm(attention(norm(x))).
+    """
 
     ffn: FeedForward | MoE
 
@@ -64,6 +69,8 @@ class Block(nn.Module):
         self._build_attention(config, backend, window)
         self.ffn_norm = norm(config, config.dim)
         self.ffn = self._feed_forward(config)
+        self.attn_post_norm = norm(config, config.dim) if config.post_norms else None
+        self.ffn_post_norm = norm(config, config.dim) if config.post_norms else None
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
@@ -86,32 +93,44 @@ class Block(nn.Module):
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
         x = self._attended(x, rope, mask, dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return self._add_ffn(x, self.feed_forward(x), dropout_keys)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Apply norm and feed-forward layer to each token: (B, T, D) -> (B, T, D).
+
+        `recompute.ffn_chunks` replaces this method. Blocks with experts do not use it.
+        """
+        return self.ffn(self.ffn_norm(x))
 
     def _attended(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
     ) -> Tensor:
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
+        return self._add_attention(x, h, dropout_keys)
+
+    def _add_attention(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        h = h if self.attn_post_norm is None else self.attn_post_norm(h)
         return x + self.attn_drop(h, dropout_keys)
+
+    def _add_ffn(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        h = h if self.ffn_post_norm is None else self.ffn_post_norm(h)
+        return x + self.ffn_drop(h, dropout_keys)
 
 
 class DeltaBlock(Block):
-    """Block with a gated delta net in place of attention."""
+    """Block with a gated delta net in place of attention.
+
+    Its `forward` takes `starts` and `order`, arguments of `GatedDeltaNet.forward`, in place of
+    `rope` and `mask`.
+    """
 
     def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
         self.delta = GatedDeltaNet(config)
 
-    def forward(  # type: ignore[override]
+    def _attended(  # type: ignore[override]
         self, x: Tensor, starts: Tensor | None, order: Tensor | None, dropout_keys: Tensor | None
     ) -> Tensor:
-        """Apply the block: (B, T, D) -> (B, T, D).
-
-        Args:
-            x, dropout_keys: arguments of `Block.forward`.
-            starts, order: arguments of `GatedDeltaNet.forward`.
-        """
-        x = x + self.attn_drop(self.delta(self.attn_norm(x), starts, order), dropout_keys)
-        return x + self.ffn_drop(self.ffn(self.ffn_norm(x)), dropout_keys)
+        return self._add_attention(x, self.delta(self.attn_norm(x), starts, order), dropout_keys)
 
 
 class ExpertBlock(Block):
@@ -149,10 +168,14 @@ class ExpertBlock(Block):
         pending = ffn.experts.begin(rows, offsets, state.tail)
         shared_output = ffn.shared_output(state.x)
         h, counts, losses = ffn.combine(ffn.experts.finish(pending), shared_output, state)
-        return x + self.ffn_drop(h, dropout_keys), counts, losses
+        return self._add_ffn(x, h, dropout_keys), counts, losses
 
 
-class MTPBlock(ExpertBlock):
+class DeltaExpertBlock(DeltaBlock, ExpertBlock):
+    """Block with a gated delta net and a mixture of experts."""
+
+
+class MTPBlock(Block):
     """Block of multi-token prediction; see the module's docstring.
 
     Attributes:
@@ -161,8 +184,8 @@ class MTPBlock(ExpertBlock):
 
     in_training_alone = True
 
-    def __init__(self, config: DecoderConfig, backend: Backend):
-        super().__init__(config, backend, config.window)
+    def __init__(self, config: DecoderConfig, backend: Backend, window: int):
+        super().__init__(config, backend, window)
         self.token_norm = norm(config, config.dim)
         self.hidden_norm = norm(config, config.dim)
         self.merge = nn.Linear(2 * config.dim, config.dim, bias=False)
@@ -174,21 +197,37 @@ class MTPBlock(ExpertBlock):
         rope: Tensor | None,
         mask: Mask,
         dropout_keys: Tensor | None,
-        loads: Tensor | None = None,
-        order: Tensor | None = None,
-        real: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge x and `ahead`, then apply `ExpertBlock.forward`.
+        ahead: Tensor,
+        *routed: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Merge x and `ahead`, apply the block, then normalise.
 
         Args:
             x: (B, T, D), normalised.
+            rope, mask, dropout_keys: arguments of `Block.forward`.
             ahead: (B, T, D), embeddings of the tokens k + 1 ahead, for MTP block k.
+            routed: with experts, the further arguments of `ExpertBlock.forward`.
         """
-        assert ahead is not None, "an MTP block needs the tokens ahead"
         x = self.merge(torch.cat([self.token_norm(ahead), self.hidden_norm(x)], dim=-1))
-        x, counts, losses = super().forward(x, rope, mask, dropout_keys, loads, order, real)
+        out: Any = super().forward(x, rope, mask, dropout_keys, *routed)
+        if isinstance(out, Tensor):
+            return self.norm(out)
+        x, counts, losses = out
         return self.norm(x), counts, losses
+
+
+class MTPExpertBlock(MTPBlock, ExpertBlock):
+    """Block of multi-token prediction with a mixture of experts."""
+
+
+BLOCKS: dict[LayerKind, type[Block]] = {
+    LayerKind(): Block,
+    LayerKind(delta=True): DeltaBlock,
+    LayerKind(experts=True): ExpertBlock,
+    LayerKind(delta=True, experts=True): DeltaExpertBlock,
+    LayerKind(mtp=True): MTPBlock,
+    LayerKind(mtp=True, experts=True): MTPExpertBlock,
+}
 
 
 class Decoder(nn.Module):
@@ -207,14 +246,15 @@ class Decoder(nn.Module):
             nn.Embedding(config.max_seq_len, config.dim) if learned else None
         )
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
+        windows = (*config.windows, *[config.window] * config.mtp)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): self._block(layer)(config, backend, window)
-                for layer, window in enumerate(config.windows)
+                str(layer): BLOCKS[kind](config, backend, window)
+                for layer, (kind, window) in enumerate(
+                    zip(config.layer_kinds, windows, strict=True)
+                )
             }
         )
-        for layer in range(config.n_layers, config.n_layers + config.mtp):
-            self.blocks[str(layer)] = MTPBlock(config, backend)
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
@@ -222,11 +262,6 @@ class Decoder(nn.Module):
         if config.mtp:
             self.mtp_embed = nn.Embedding(config.vocab_size, config.dim)
             self.mtp_embed.weight = self.embed.weight
-
-    def _block(self, layer: int) -> type[Block]:
-        if self.config.delta_layers[layer]:
-            return DeltaBlock
-        return Block if layer < self.config.n_dense_layers else ExpertBlock
 
     def forward(
         self,
@@ -267,52 +302,66 @@ class Decoder(nn.Module):
         mask = self.backend.prepare(documents, positions)
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys)
-        rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        rope, local_rope = self._rope_tables(positions)
         starts = document_starts(documents, positions) if self.config.delta_key_heads else None
         routed = (order if self.config.capacity_factor else None, real)
         predictions = []
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
-            if isinstance(block, DeltaBlock):
-                x = block(x, starts, order, keys)
-            elif int(layer) < self.config.n_layers:
-                x = self._through(block, x, rope, mask, keys, routed)
-            elif isinstance(block, MTPBlock):  # on the last stage
+            if isinstance(block, MTPBlock):
                 predictions.append((block, keys))
+            elif isinstance(block, DeltaBlock):
+                x = self._through(block, routed, x, starts, order, keys)
+            else:
+                table = local_rope if self.config.windows[int(layer)] else rope
+                x = self._through(block, routed, x, table, mask, keys)
         x = self.norm(x)
         if mtp_tokens is None or not predictions:
-            return self.head(x) if labels is None else self.head(x, labels=labels)
+            return self._logits(x) if labels is None else self.head(x, labels=labels)
         # Call embedding and head once each: under sharding every call gathers the weight.
-        ahead = self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)).chunk(len(predictions))
+        ahead = self._scaled(self.mtp_embed(mtp_tokens.movedim(-1, 0).flatten(0, 1)))
+        table = local_rope if self.config.window else rope
         hidden = [x]
-        for (block, keys), e in zip(predictions, ahead, strict=True):
-            hidden.append(self._through(block, hidden[-1], rope, mask, keys, routed, e))
+        for (block, keys), e in zip(predictions, ahead.chunk(len(predictions)), strict=True):
+            hidden.append(self._through(block, routed, hidden[-1], table, mask, keys, e))
         if labels is None:
-            return self.head(torch.cat(hidden)).chunk(len(hidden))
+            return self._logits(torch.cat(hidden)).chunk(len(hidden))
         labels = labels.movedim(-1, 0).flatten(0, 1)
         return self.head(torch.cat(hidden), labels=labels, weights=loss_weights)
 
     def _through(
-        self,
-        block: nn.Module,
-        x: Tensor,
-        rope: Tensor | None,
-        mask: Mask,
-        keys: Tensor | None,
-        routed: tuple[Tensor | None, Tensor | None],
-        *ahead: Tensor,
+        self, block: nn.Module, routed: tuple[Tensor | None, Tensor | None], *inputs: Any
     ) -> Tensor:
+        """Apply a block. One with experts also gets loads and `routed`, and is recorded."""
         if not isinstance(block, ExpertBlock):
-            return block(x, rope, mask, keys)
+            return block(*inputs)
         assert isinstance(block.ffn, MoE)
         router = block.ffn.router
-        x, counts, losses = block(x, rope, mask, keys, router.loads(), *routed, *ahead)
+        x, counts, losses = block(*inputs, router.loads(), *routed)
         if self.training and torch.is_grad_enabled():
             router.record(counts, losses)
         return x
 
+    def _rope_tables(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rotary tables of layers without and with a window; None: no rotation."""
+        if self.config.positions != "rope":
+            return None, None
+        rope = rope_table(self.config, positions)
+        local = self.config.local_rope
+        return rope, rope if local is None else rope_table(local, positions)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        out, cap = self.head(x), self.config.logit_softcap
+        # A stage without the head returns hidden states, which have no cap.
+        return soft_cap(out, cap) if cap and isinstance(self.head, nn.Linear) else out
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        if not self.config.scale_embeddings:
+            return embeddings
+        return embeddings * torch.tensor(self.config.dim**0.5, dtype=embeddings.dtype)
+
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
-        x = self.embed(tokens)
+        x = self._scaled(self.embed(tokens))
         if self.position_embed is not None:
             if tokens.shape[1] > self.config.max_seq_len:
                 raise ConfigError(

@@ -72,10 +72,12 @@ _ROPE_RANGES = {
     "yarn": ("rope_beta_slow", "rope_beta_fast", "use 32.0 and 1.0, as YaRN"),
 }
 """{rope_scaling: (field of the lower bound, field of the upper bound, fix)}. Between the bounds,
-frequencies are partly scaled."""
+frequencies are partly scaled. `linear` has no bounds."""
 
 
 def _empty_rope_range(config: "DecoderConfig") -> Iterator[str]:
+    if config.rope_scaling not in _ROPE_RANGES:
+        return
     low, high, source = _ROPE_RANGES[config.rope_scaling]
     least, most = getattr(config, low), getattr(config, high)
     if config.rope_scaling_factor > 1 and most <= least:
@@ -115,7 +117,7 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
             f"full_attention_every = {config.full_attention_every} {why} 2 to n_layers = "
             f"{config.n_layers}, since a model needs a layer with full attention"
         )
-    for key, value in {"window": 0, "kv_lora_rank": 0, "n_experts": 0, "bias": False}.items():
+    for key, value in {"window": 0, "kv_lora_rank": 0, "bias": False}.items():
         if getattr(config, key) != value:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
@@ -176,15 +178,28 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "rope_scaling positions",
-        lambda c: c.rope_scaling != "yarn" or c.positions == "rope",
-        'rope_scaling = "yarn" has no effect without positions = "rope"; use "llama3"',
+        lambda c: c.rope_scaling == "llama3" or c.positions == "rope",
+        'rope_scaling = "{c.rope_scaling}" has no effect without positions = "rope"; use "llama3"',
     ),
     Rule(
         "rope_scaling rope_scaling_factor",
-        lambda c: c.rope_scaling != "yarn" or c.positions != "rope" or c.rope_scaling_factor > 1,
-        'rope_scaling = "yarn" has no effect without a rope_scaling_factor above 1; use "llama3"',
+        lambda c: c.rope_scaling == "llama3" or c.positions != "rope" or c.rope_scaling_factor > 1,
+        'rope_scaling = "{c.rope_scaling}" has no effect without a rope_scaling_factor above 1; '
+        'use "llama3"',
+    ),
+    Rule(
+        "rope_local_theta positions window",
+        lambda c: not c.rope_local_theta or (c.positions == "rope" and c.window),
+        'rope_local_theta = {c.rope_local_theta} has no effect without positions = "rope" and a '
+        "window; use 0.0",
+    ),
+    Rule(
+        "rope_local_theta rope_theta rope_scaling_factor",
+        lambda c: c.rope_local_theta != c.rope_theta or c.rope_scaling_factor > 1,
+        "rope_local_theta = {c.rope_local_theta} has no effect, since rope_theta is equal; use 0.0",
     ),
     _unused("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", ("llama3",)),
+    _unused("rope_original_context", "rope_scaling", ("llama3", "yarn")),
     _unused(
         "rope_beta_fast rope_beta_slow rope_truncate rope_mscale rope_mscale_all_dim",
         "rope_scaling",
@@ -222,7 +237,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "delta_key_heads delta_value_heads delta_key_dim delta_value_dim full_attention_every "
-        "window kv_lora_rank n_experts bias",
+        "window kv_lora_rank bias",
         finds_none(_wrong_delta),
     ),
     Rule(
@@ -250,7 +265,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     _unused(
         "experts_per_token expert_dim first_dense_layers n_shared_experts shared_gate router "
         "renormalize routed_scaling n_groups top_groups bias_speed balance balance_coefficient "
-        "z_loss jitter capacity_factor capacity_pad mtp force_balance",
+        "z_loss jitter capacity_factor capacity_pad force_balance",
         "n_experts",
         fix=" or set n_experts",
     ),

@@ -16,6 +16,7 @@ Recomputation is not counted: the result gives MFU, not HFU.
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -77,12 +78,14 @@ def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
     attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
     attention += config.n_heads if config.sinks else 0
-    layers = config.n_layers * 2 * _norm(config, config.dim)
+    norms = 4 if config.post_norms else 2
+    layers = config.n_layers * norms * _norm(config, config.dim)
     layers += (config.n_layers - config.n_delta_layers) * attention
     layers += config.n_delta_layers * _gated_delta_net(config)
     layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
     layers += config.n_expert_layers * _mixture(config)
-    mtp_block = attention + 5 * _norm(config, config.dim) + _mixture(config) + 2 * config.dim**2
+    ffn = _mixture(config) if config.n_experts else _feed_forward(config, config.ffn_dim)
+    mtp_block = attention + (norms + 3) * _norm(config, config.dim) + ffn + 2 * config.dim**2
     layers += config.mtp * mtp_block
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
@@ -107,7 +110,7 @@ def n_vision_parameters(config: DecoderConfig) -> int:
 def n_active_parameters(config: DecoderConfig) -> int:
     """Count the parameters active for a token: all except the unselected experts' parameters."""
     idle = (config.n_experts - config.experts_per_token) * _expert(config)
-    return n_parameters(config) - (config.n_expert_layers + config.mtp) * idle
+    return n_parameters(config) - sum(kind.experts for kind in config.layer_kinds) * idle
 
 
 def _linear(config: DecoderConfig, inward: int, outward: int) -> int:
@@ -179,6 +182,23 @@ def flops_per_token(model: FlopsModel, attended: float, convention: Convention) 
     weights = 6 * model.matmul_params - 2 * model.frozen_params
     attention = _PASSES[convention] * model.n_layers * heads * attended
     return weights + attention + model.state_flops
+
+
+def attended_by_layers(length: int, windows: Sequence[int]) -> float:
+    """Return the mean of the layers' attended length (see `flops_per_token`), without packing.
+
+    Args:
+        length: sequence length, in tokens.
+        windows: sliding window of each layer in tokens; 0: no window.
+    """
+
+    def attended(window: int) -> float:
+        if not window or window >= length:
+            return length
+        keys = window * (window + 1) / 2 + (length - window) * window  # of all queries
+        return 2 * keys / length - 1
+
+    return sum(map(attended, windows)) / len(windows)
 
 
 def peak_flops(device_name: str) -> float | None:

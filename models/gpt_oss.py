@@ -8,6 +8,7 @@ Sources: gpt-oss model card, arXiv:2508.10925, and the released configurations.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dtron.errors import CheckpointError
@@ -25,6 +26,8 @@ from dtron.models.hf import (
     WeightName,
     llama_converters,
     read_rope,
+    read_windows,
+    write_windows,
 )
 from dtron.models.spec import ModelSpec
 
@@ -87,31 +90,6 @@ def _read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     return read_rope(given, default_theta=150000.0)
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-def _read_windows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers have a window: all layers, no layer, or all except every n-th."""
-    window, n_layers = given.get("sliding_window", 128), given["num_hidden_layers"]
-    kinds = given.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(n_layers)]
-    if not window or _SLIDING not in kinds:
-        return {"window": 0}
-    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-    wanted = [_FULL if every and (i + 1) % every == 0 else _SLIDING for i in range(n_layers)]
-    if kinds != wanted or every == 1:
-        raise CheckpointError(
-            f"layer_types = {kinds} is not supported; in dtron's gpt_oss every n-th layer has full "
-            "attention"
-        )
-    return {"window": window, "full_attention_every": every}
-
-
-def _write_windows(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [_SLIDING if window else _FULL for window in config.windows]
-    # transformers needs a number even if no layer has a window
-    return {"sliding_window": config.window or 128, "layer_types": kinds}
-
-
 def _in_turn(i: int) -> RowOrder:
     """Return a RowOrder: the rows of gate (i = 0) or up (i = 1), which alternate in one matrix."""
     return lambda config, n_rows: range(i, 2 * n_rows, 2)
@@ -165,7 +143,11 @@ HF = HuggingFace(
     defaults={**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
     converters=(
         *llama_converters(_read_rope),
-        KeyConverter(frozenset({"sliding_window", "layer_types"}), _read_windows, _write_windows),
+        KeyConverter(
+            frozenset({"sliding_window", "layer_types"}),
+            partial(read_windows, window=128, every=2),
+            partial(write_windows, window=128),
+        ),
     ),
     # released configurations repeat num_experts_per_tok and the original context as these keys
     ignored_keys=MOE_IGNORED_KEYS | {"experts_per_token", "initial_context_length"},

@@ -38,8 +38,8 @@ class WeightName:
 
     ours: str
     theirs: str
-    """Name in transformers. With `{expert}`: transformers has one tensor per expert, which dtron's
-    parameter stacks along dim 0."""
+    """Name in transformers. With `{expert}`: one tensor per expert, which dtron's parameter stacks
+    along dim 0."""
     transposed: bool = False
     """Whether transformers swaps the last two dims, as in GPT-2's weights (input, output)."""
     rows: RowOrder | None = None
@@ -77,6 +77,8 @@ class HuggingFace:
     model_type: str
     architecture: str
     names: Sequence[WeightName]
+    """Of several names of a parameter, files are written with the first, and read with the first
+    that they have."""
     fields: Mapping[str, str]
     """Key of config.json -> field of DecoderConfig."""
     base: Mapping[str, Any]
@@ -95,6 +97,9 @@ class HuggingFace:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Prefix of a tensor name that other versions of transformers write -> its prefix in `names`.
     Applied in order, each to the result of those before it."""
+    mtp_prefix: str = ""
+    """Prefix of the tensors of MTP layers, in place of `model.`, with layers counted from 0; empty:
+    they follow the other layers."""
     prefix: str = ""
     """Prefix of all tensor names except the head's; files of a model without head omit it."""
     ignored_tensors: Sequence[str] = ()
@@ -186,12 +191,16 @@ def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
         fields.pop(name, None)
     if not config.kv_lora_rank:
         fields["head_dim"] = config.head_size
+    fields["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_size
+    if config.full_attention_every > config.n_layers:
+        fields["full_attention_every"] = 0
     if config.bias_speed:  # the model has a bias; its speed is a training setting
         fields["bias_speed"] = BIAS_SPEED
     idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
     if config.positions == "rope":
         del fields["max_seq_len"]
-        idle = [name for name in idle if name != "rope_theta" and config.rope_scaling_factor == 1]
+        scaled = config.rope_scaling_factor > 1
+        idle = [] if scaled else [name for name in idle if name not in ROPE_UNSCALED]
     defaults = DecoderConfig.model_fields
     return {**fields, **{name: defaults[name].default for name in idle}}
 
@@ -217,6 +226,8 @@ TRAINING_FIELDS = (
     "force_balance",
 )
 """Fields of training or of weight storage, which do not change the model."""
+ROPE_UNSCALED = ("rope_theta", "rope_fraction", "rope_local_theta")
+"""Fields of the rotary embedding that have an effect without rope scaling."""
 BIAS_SPEED = 0.001
 """bias_speed of an imported model with expert biases; config.json has no such key."""
 
@@ -247,6 +258,7 @@ ROPE_KEYS: Mapping[str, Mapping[str, str]] = {
         "high_freq_factor": "rope_high_freq_factor",
         "original_max_position_embeddings": "rope_original_context",
     },
+    "linear": {"factor": "rope_scaling_factor"},
     "yarn": {
         "factor": "rope_scaling_factor",
         "beta_fast": "rope_beta_fast",
@@ -274,7 +286,7 @@ def read_rope(given: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
         )
     if (fraction := rope.pop("partial_rotary_factor", 1.0)) != 1:
         raise CheckpointError(f"partial_rotary_factor = {fraction} is not supported; dtron has 1.0")
-    if kind == "default":
+    if kind in ("default", "linear"):
         rope.pop("original_max_position_embeddings", None)  # no effect
     fields: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "yarn":
@@ -372,6 +384,39 @@ def optional_key(key: str, name: str, default: int = 0) -> KeyConverter:
     )
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(given: Mapping[str, Any], window: int, every: int) -> dict[str, Any]:
+    """Read which layers have a window: all layers, no layer, or all except every n-th.
+
+    Args:
+        window: the default of sliding_window.
+        every: n, if config.json has no layer_types.
+    """
+    window, n_layers = given.get("sliding_window", window), given["num_hidden_layers"]
+
+    def kinds_of(every: int) -> list[str]:
+        return [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(n_layers)]
+
+    kinds = given.get("layer_types") or kinds_of(every)
+    if not window or SLIDING not in kinds:
+        return {"window": 0}
+    every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    if kinds != kinds_of(every) or every == 1:
+        raise CheckpointError(
+            f"layer_types = {kinds} is not supported; in dtron's model every n-th layer has full "
+            "attention"
+        )
+    return {"window": window, "full_attention_every": every}
+
+
+def write_windows(config: DecoderConfig, window: int) -> dict[str, Any]:
+    """Return the keys of the windows; `window`: the number if no layer has one, not null."""
+    kinds = [SLIDING if each else FULL for each in config.windows]
+    return {"sliding_window": config.window or window, "layer_types": kinds}
+
+
 CONTEXT = KeyConverter(frozenset({"max_position_embeddings"}), read_context, write_context)
 HEAD_DIM = KeyConverter(  # 0 if missing: hidden_size / num_attention_heads
     frozenset({"head_dim"}),
@@ -412,12 +457,12 @@ LLAMA_ATTENTION = (
     WeightName("blocks.*.attn.k_norm", "model.layers.*.self_attn.k_norm"),
     WeightName("blocks.*.ffn_norm", "model.layers.*.post_attention_layernorm"),
 )
-LLAMA_NAMES = (
-    *LLAMA_ATTENTION,
+LLAMA_FFN = (
     WeightName("blocks.*.ffn.gate", "model.layers.*.mlp.gate_proj"),
     WeightName("blocks.*.ffn.up", "model.layers.*.mlp.up_proj"),
     WeightName("blocks.*.ffn.down", "model.layers.*.mlp.down_proj"),
 )
+LLAMA_NAMES = (*LLAMA_ATTENTION, *LLAMA_FFN)
 LLAMA_IGNORED_TENSORS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 MOE_FIELDS = {

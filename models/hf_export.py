@@ -52,7 +52,7 @@ class HFExport:
         file_bytes: int,
     ) -> None:
         self.config_json = hf.write(config)
-        ours = weight_locations(hf, model)
+        ours = weight_locations(hf, config, model)
         kind = str(dtype_of(next(iter(ours)))).removeprefix("torch.")
         self.config_json |= {"dtype": kind, "torch_dtype": kind}
         self._config, self._get, self._zero_centered = config, get, hf.zero_centered

@@ -7,7 +7,7 @@ region of a parameter.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,17 @@ class WeightLocation:
         return self.shape[1:] if self.stacked else self.shape
 
 
-def weight_locations(hf: HuggingFace, model: nn.Module) -> dict[str, WeightLocation]:
+def weight_locations(
+    hf: HuggingFace, config: DecoderConfig, model: nn.Module, stored: Container[str] = ()
+) -> dict[str, WeightLocation]:
     """Return {FQN: location} for all parameters and saved buffers of a model.
 
     Tied weights appear once.
+
+    Args:
+        stored: names of the tensors in the files, which decide between several names.
     """
+    mtp = {f"model.layers.{config.n_layers + i}.": f"layers.{i}." for i in range(config.mtp)}
     buffers = {id(b) for _, b in model.named_buffers()}
     owned = {id(p) for _, p in model.named_parameters()} | buffers
     found: dict[str, WeightLocation] = {}
@@ -75,13 +81,31 @@ def weight_locations(hf: HuggingFace, model: nn.Module) -> dict[str, WeightLocat
         if id(tensor) in owned:
             owned.remove(id(tensor))
             kept = tensor.dtype if id(tensor) in buffers else None
-            found[fqn] = replace(locate(hf, fqn, tuple(tensor.shape)), dtype=kept)
+            names = [
+                replace(each, theirs=_mtp_name(hf, mtp, each.theirs), dtype=kept)
+                for each in _locations(hf, fqn, tuple(tensor.shape))
+            ]
+            found[fqn] = next((n for n in names if n.tensor_names()[0] in stored), names[0])
     return found
+
+
+def _mtp_name(hf: HuggingFace, mtp: Mapping[str, str], theirs: str) -> str:
+    """Rename a tensor of an MTP layer for `mtp_prefix`; `mtp`: {prefix: prefix from layer 0}."""
+    first = next((prefix for prefix in mtp if theirs.startswith(prefix)), "")
+    if not hf.mtp_prefix or not first:
+        return theirs
+    return hf.mtp_prefix + mtp[first] + theirs.removeprefix(first)
 
 
 def locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
     """Return the location of a parameter of dtron in the tensors of transformers."""
+    return next(_locations(hf, fqn, shape))
+
+
+def _locations(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> Iterator[WeightLocation]:
+    """Yield the locations of a parameter, in the order of `HuggingFace.names`; at least one."""
     path, _, kind = fqn.rpartition(".")
+    known = False
     for name in hf.names:
         for candidate, suffix in ((fqn, ""), (path, f".{kind}")):
             if matches(name.ours, candidate):
@@ -91,8 +115,9 @@ def locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
                     if star == "*"
                 ]
                 theirs = name.theirs.replace("*", layers[0] if layers else "*") + suffix
-                return WeightLocation(shape, name, theirs)
-    raise AssertionError(f"{hf.architecture} has no name for {fqn}")
+                known = True
+                yield WeightLocation(shape, name, theirs)
+    assert known, f"{hf.architecture} has no name for {fqn}"
 
 
 def hf_shapes(
@@ -167,7 +192,8 @@ class HFFolder:
         self.config = self._without_absent(family.hf.read(given, str(path / CONFIG)))
         self._refuse_missing_layers()
         with torch.device("meta"):
-            self.ours = weight_locations(family.hf, family.build(self.config))
+            model = family.build(self.config)
+        self.ours = weight_locations(family.hf, self.config, model, self._tensors)
         self._check()
 
     def dtype(self, fqn: str, wanted: torch.dtype | None = None) -> torch.dtype:
@@ -253,6 +279,7 @@ class HFFolder:
         transformers keeps MTP layers in config.json, but neither reads nor writes their weights.
         """
         layers = tuple(f"model.layers.{config.n_layers + i}." for i in range(config.mtp))
+        layers = (self._hf.mtp_prefix,) if layers and self._hf.mtp_prefix else layers
         if not layers or any(key.startswith(layers) for key in self._tensors):
             return config
         log.info(
@@ -269,7 +296,7 @@ class HFFolder:
         This runs before the model is built, which would take long; `_check` is exact.
         """
         least = self.config.n_layers + self.config.mtp
-        if any("{expert}" in name.theirs for name in self._hf.names):
+        if all("{expert}" in name.theirs for name in self._hf.names if ".experts." in name.ours):
             least += self.config.n_expert_layers * self.config.n_experts
         if least > len(self._tensors) + 1000:
             raise CheckpointError(

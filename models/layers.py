@@ -65,6 +65,11 @@ def norm(config: DecoderConfig, dim: int, eps: float | None = None) -> nn.Module
     return NORMS[config.norm](dim, eps, config.norm_zero_centered)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap), which is between -cap and cap, in x's dtype."""
+    return torch.tanh(x / cap) * cap
+
+
 @dataclass(frozen=True)
 class Activation:
     """Nonlinearity f of a feed-forward layer: down(f(gate(x)) * u(up(x))), or down(f(up(x)))."""

@@ -10,7 +10,7 @@ Each matmul is x (tokens, k) times a weight (k, n). Tensor parallelism splits th
 from dataclasses import dataclass
 from typing import Literal
 
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.layers import ACTIVATIONS
 
 
@@ -29,28 +29,21 @@ class Matmul:
         return k, self.n // ranks if self.split == "columns" else self.n
 
 
-EXPERT_KINDS = frozenset({"mixture", "prediction"})
-"""Kinds of layers with experts."""
-
-
-def layer_matmuls(model: DecoderConfig, kind: str) -> list[Matmul]:
-    """Return the matmuls of a layer's forward.
-
-    Args:
-        kind: "dense", "delta" (a gated delta net), "mixture" (with experts) or "prediction" (an MTP
-            block).
-    """
+def layer_matmuls(model: DecoderConfig, kind: LayerKind) -> list[Matmul]:
+    """Return the matmuls of a layer's forward."""
     d = model.dim
-    found = [Matmul("merge", 2 * d, d, "none")] if kind == "prediction" else []
-    if kind == "delta":
+    found = [Matmul("merge", 2 * d, d, "none")] if kind.mtp else []
+    if kind.delta:
         found += _gated_delta_net(model)
     else:
         found += _latent_attention(model) if model.kv_lora_rank else _attention(model)
-    if kind not in EXPERT_KINDS:
+    if not kind.experts:
         return found + _feed_forward(model, "ffn", model.ffn_dim)
     found += _feed_forward(model, "experts", model.expert_dim)
     if model.n_shared_experts:
         found += _feed_forward(model, "shared", model.n_shared_experts * model.expert_dim)
+    if model.shared_gate:
+        found.append(Matmul("shared_gate", d, 1, "none"))
     return [*found, Matmul("router", d, model.n_experts, "none")]
 
 

@@ -9,7 +9,8 @@ in the original paper; the two differ by a permutation of the rows of wq and wk.
 Shapes: B sequences (1 if all share positions), T tokens, H heads, K = head_dim (rope_head_dim with
 latent attention), R <= K rotated elements.
 Sources: arXiv:2104.09864; context extension of Llama 3.1: arXiv:2407.21783, YaRN:
-arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code.
+arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code;
+linear: arXiv:2306.15595.
 """
 
 import math
@@ -51,10 +52,19 @@ def _yarn(config: DecoderConfig, frequencies: Tensor) -> Tensor:
     return 1 - ((index - first) / (last - first)).clamp(0, 1)
 
 
-SCALINGS: dict[str, Callable[[DecoderConfig, Tensor], Tensor]] = {"llama3": _llama3, "yarn": _yarn}
+def _linear(config: DecoderConfig, frequencies: Tensor) -> Tensor:
+    """Return 0 for all frequencies."""
+    return torch.zeros_like(frequencies)
+
+
+SCALINGS: dict[str, Callable[[DecoderConfig, Tensor], Tensor]] = {
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "linear": _linear,
+}
 """{rope_scaling: function}. The function gets frequencies, float32 (K / 2,), and returns the
-fraction of each that stays unscaled: from 1 for the fastest to 0 for the slowest. The rest is
-divided by rope_scaling_factor."""
+fraction of each that stays unscaled, in general from 1 for the fastest to 0 for the slowest. The
+rest is divided by rope_scaling_factor."""
 
 
 def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:

@@ -97,6 +97,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.ffn_norm": tokenwise,
         **_feed_forward_rows(config, between),
         **(_expert_rows(config, between, tokenwise, routed) if config.n_experts else {}),
+        "blocks.*.*_post_norm": tokenwise,
         "blocks.*.ffn_drop": keyed,
         **(_mtp_rows(between, tokenwise) if config.mtp else {}),
         "norm": tokenwise,
@@ -105,6 +106,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
     absent = {
         "position_embed": config.positions != "learned",
         "blocks.*.attn.sinks": not config.sinks,
+        "blocks.*.*_post_norm": not config.post_norms,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
 

@@ -58,7 +58,8 @@ def upcycle(
     """
     _check(dense, mixture)
     found: dict[str, Tensor] = {}
-    layers = [f"blocks.{i}.ffn." for i in range(mixture.n_dense_layers, mixture.n_layers)]
+    kinds = enumerate(mixture.layer_kinds)
+    layers = [f"blocks.{i}.ffn." for i, kind in kinds if kind.experts]
     for name, value in weights.items():
         prefix = next((layer for layer in layers if name.startswith(layer)), None)
         if prefix is None:

@@ -59,6 +59,7 @@ from dtron.parallelisms.placement import (
     select,
     select_units,
 )
+from dtron.parallelisms.recompute import chunk_feed_forward
 from dtron.parallelisms.recompute import recompute as apply_recompute
 from dtron.parallelisms.tensor.async_tp import check_rows
 from dtron.parallelisms.tensor.head_loss import HeadLoss, attach_loss
@@ -384,6 +385,8 @@ def _wrap_blocks(
     """
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
+    if passes.recompute.ffn_chunks > 1:
+        chunk_feed_forward(named.values(), passes.recompute.ffn_chunks, passes.keep_rng)
     if passes.recompute.mode == "full" and not passes.recompute.modules:
         # Full recomputation wraps the compiled forward: torch 2.13 cannot save the mesh of a
         # DTensor for a compiled block that contains the recomputation.
@@ -456,11 +459,16 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def _block_names(model: nn.Module, passes: Passes) -> list[str]:
-    """Return FQNs of the blocks to recompute, compile or offload; empty if all three are off."""
+    """Return FQNs of the blocks to recompute, compile or offload; empty if all are off."""
     recompute = passes.recompute
-    if recompute.mode == "none" and not recompute.offload and not passes.compile.enable:
+    if recompute == Recompute() and not passes.compile.enable:
         return []
     blocks = select(model, _block_pattern(passes.units, passes.blocks))
+    if recompute.ffn_chunks > 1 and not any(hasattr(b, "feed_forward") for b in blocks.values()):
+        raise ConfigError(
+            f"recompute.ffn_chunks = {recompute.ffn_chunks}, but no block has a method "
+            "`feed_forward`, (B, T, D) -> (B, T, D); give the blocks one, or leave the key out"
+        )
     chosen = [block for i, block in enumerate(blocks.values()) if recompute.acts_on(i)]
     inside = {name for block in chosen for name, _ in block.named_modules()}
     if missing := [name for name in recompute.modules if name not in inside]:

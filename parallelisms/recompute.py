@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -109,6 +109,33 @@ def recompute(
         call = functools.partial(_checkpointed, getattr(module, name), settings)
         setattr(module, name, call)
     return sum(bool(modules) for modules in chosen)
+
+
+def chunk_feed_forward(blocks: Iterable[nn.Module], n_chunks: int, keep_rng: bool = False) -> int:
+    """Make blocks apply `feed_forward` to chunks of their tokens, each recomputed, in place.
+
+    `feed_forward`, a method of the block, maps (B, T, D) to (B, T, D), each token separately. Each
+    chunk runs the hooks of the modules inside: under tp a chunk is of the rank's own tokens, and
+    gathers and reduces only these. Blocks without the method are unchanged.
+
+    Args:
+        n_chunks: number of chunks of T; if it does not divide T, the last chunk is smaller.
+        keep_rng: as of `recompute`.
+
+    Returns:
+        Number of blocks that have the method.
+    """
+    chosen = [block for block in blocks if hasattr(block, "feed_forward")]
+    for block in chosen:
+        call = functools.partial(_in_chunks, block.feed_forward, n_chunks, keep_rng)
+        block.feed_forward = call  # type: ignore[assignment]
+    return len(chosen)
+
+
+def _in_chunks(apply: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+    chunks = x.chunk(n_chunks, dim=1)
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    return torch.cat([checkpoint(apply, chunk, **settings) for chunk in chunks], dim=1)
 
 
 def _modules(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -25,8 +25,9 @@ import torch.distributed.checkpoint as dcp
 
 from dtron.bench.trace import read_trace
 from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter
-from dtron.checkpoint.directory import CheckpointMetadata, find, read_metadata, write_metadata
+from dtron.checkpoint.find import find
 from dtron.checkpoint.initial_weights import open_initial
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata, write_metadata
 from dtron.config import RunConfig, fields
 from dtron.data import load_tokenizer, open_data, prepare
 from dtron.data.tokenizer import encode_documents

@@ -126,6 +126,7 @@ _TITAN_LACKS = (
     "optim.ema",
     "recompute.first",
     "recompute.modules",
+    "recompute.ffn_chunks",
     "recompute.offload",
     "float8.recipe",
     "lora.rank",

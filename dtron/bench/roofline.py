@@ -26,6 +26,7 @@ from dtron.bench.measure import copy_rate, device_name, seconds
 from dtron.config import RunConfig
 from dtron.models import BACKENDS, DecoderConfig, model_config
 from dtron.models.attention import modifies_scores
+from dtron.models.config import LayerKind
 from dtron.models.matmuls import layer_matmuls
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
@@ -59,7 +60,9 @@ def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMat
     parallel, train = config.parallel, config.train
     micro_batches = config.micro_batches(ranks)
     tokens = train.micro_batch * train.seq_len // parallel.cp
-    counts = Counter((tokens, *each.sharded(parallel.tp)) for each in layer_matmuls(model, "dense"))
+    counts = Counter(
+        (tokens, *each.sharded(parallel.tp)) for each in layer_matmuls(model, LayerKind())
+    )
     layers = model.n_layers * micro_batches / parallel.pp
     found = [StepMatmul(*shape, count * layers) for shape, count in counts.items()]
     chunk = -(-tokens // train.loss_chunks)

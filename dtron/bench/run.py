@@ -132,9 +132,11 @@ def bench_config(
         ConfigError: the file or a key is invalid, or an override sets a key that the bench sets.
     """
     for override in overrides:
-        key = override.partition("=")[0]
+        key, _, value = override.partition("=")
         if key in _OPTIONS:
             raise ConfigError(f"{key} is set by dtron bench; use {_OPTIONS[key]}")
+        if key in FORCED and _read(value) == FORCED[key]:
+            continue
         if key in FORCED or key in _IDLE:
             raise ConfigError(f"{key} is set by dtron bench, whose runs only train; leave it out")
     before = options.warmup + options.steps
@@ -149,6 +151,13 @@ def bench_config(
         forced["metrics.profile_shapes"] = options.shapes
     every = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in forced.items())]
     return RunConfig.load(config, every, fill_from_initial), every
+
+
+def _read(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def refused(config: Path, overrides: Sequence[str], options: Options, label: str) -> Outcome | None:

@@ -1,7 +1,7 @@
 """Save and load the state of a run: weights, optimizer state and RNG state, by FQN.
 
 Tensors are stored with their global shapes; the step, the data position and the model's config are
-stored as JSON (`directory.py`). Settings of the optimizer (weight decay, betas) are not saved: they
+stored as JSON (`metadata.py`). Settings of the optimizer (weight decay, betas) are not saved: they
 come from the config.
 """
 
@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dtron.checkpoint.async_staging import Background, Staging
 from dtron.checkpoint.dcp_storage import ShardReader, WriteFile
-from dtron.checkpoint.directory import CheckpointMetadata, step_of, unreadable
+from dtron.checkpoint.find import unreadable
 from dtron.checkpoint.locations import CheckpointLocation, location_of
+from dtron.checkpoint.metadata import CheckpointMetadata, step_of
 from dtron.checkpoint.save import OnCommit, Saver, first_cause
 from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.checkpoint.stored_model import Held, StoredModel

@@ -25,20 +25,14 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, ShardWriter, check_float
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    check_agreement,
-    check_content,
-    find_weights,
-    read_metadata,
-    write_metadata,
-)
+from dtron.checkpoint.find import check_agreement, check_content, find_weights
 from dtron.checkpoint.initial_weights import (
     check_named,
     config_of_run,
     model_settings,
     open_initial,
 )
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata, write_metadata
 from dtron.checkpoint.save import first_cause
 from dtron.config import Data, RunConfig
 from dtron.data.corpus.chat import TEMPLATE_FILE, stated_template

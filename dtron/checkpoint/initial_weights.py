@@ -14,13 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dtron.checkpoint.dcp_storage import ShardReader, StoredReader, tensor_metadata
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    check_agreement,
-    check_content,
-    find_weights,
-    read_metadata,
-)
+from dtron.checkpoint.find import check_agreement, check_content, find_weights
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata
 from dtron.checkpoint.stored_model import StoredModel
 from dtron.config import Data, Lora
 from dtron.data.tokenizer import Tokenizer, load_tokenizer
@@ -187,8 +182,8 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
     """Check that weights fit this model. Raises CheckpointError with the keys to set."""
     if initial.name != name:
         raise CheckpointError(
-            f"checkpoint.initial = {str(initial.path)!r} is a {initial.name}, not a {name}; "
-            f"set model.name={initial.name}"
+            f"checkpoint.initial = {str(initial.path)!r} has the weights of model.name = "
+            f"{initial.name}, not of {name}; set model.name={initial.name}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
     unlike = differences(given, config)  # a run without MTP ignores these weights

@@ -26,16 +26,15 @@ from dtron.checkpoint.dcp_storage import (
     read_files,
 )
 from dtron.checkpoint.directory import (
-    METADATA,
-    CheckpointMetadata,
     commit,
     delete_checkpoint,
     delete_old,
     name_best,
     prepare_folder,
-    problem,
 )
+from dtron.checkpoint.find import problem
 from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.metadata import METADATA, CheckpointMetadata
 from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError, counted
 from dtron.io.filesystem import Location, check_mounted, listed, mount_of, read, write_atomically

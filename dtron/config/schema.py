@@ -108,6 +108,8 @@ class Section(BaseModel):
     automatic: ClassVar[frozenset[str]] = frozenset()
     """Keys that `dtron/setup/automatic.py` sets on GPUs if they are unset or "auto". Until then,
     and on CPUs, they have their defaults."""
+    searched: ClassVar[frozenset[str]] = frozenset()
+    """Keys of `automatic` for which "auto" is a value of its own until it is replaced."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change a key, since other code may have read its value."""
@@ -127,7 +129,8 @@ class Section(BaseModel):
         """Drop the value "auto" of keys in `automatic`, so that other code never reads it."""
         if not isinstance(values, dict):
             return values
-        return {k: v for k, v in values.items() if not (k in cls.automatic and v == "auto")}
+        dropped = cls.automatic - cls.searched
+        return {k: v for k, v in values.items() if not (k in dropped and v == "auto")}
 
 
 class Run(Section):
@@ -145,9 +148,10 @@ class Model(Section):
     """The model and its attention backend."""
 
     name: Text = "llama"
-    """Model family: llama, qwen3, qwen3_5, gpt, mixtral, qwen3_moe, deepseek_v3, gpt_oss or llava.
-    Or a custom model: `MODULE:NAME`, a `dtron.models.ModelSpec` in a module of an installed package
-    or of the working directory; or the name of an entry point of group `dtron.models`."""
+    """Model family: llama, qwen3, qwen3_5, gemma3, gpt, mixtral, qwen3_moe, qwen3_5_moe,
+    deepseek_v3, gpt_oss or llava. Or a custom model: `MODULE:NAME`, a `dtron.models.ModelSpec` in a
+    module of an installed package or of the working directory; or the name of an entry point of group
+    `dtron.models`."""
     size: Text = "debug"
     """Size of the model; for llama debug, 1b, 3b, 8b, 70b or 405b. `initial`: take the family and
     the shape from `checkpoint.initial`."""
@@ -438,13 +442,14 @@ class Schedule(Section):
 class Recompute(Section):
     """Activation checkpointing and offloading of blocks: less memory for more time."""
 
-    automatic = frozenset(("mode",))
-    mode: Literal["none", "full", "attention", "selective"] = "none"
+    automatic = searched = frozenset(("mode",))
+    mode: Literal["none", "full", "attention", "selective", "auto"] = "none"
     """What blocks keep for their backward; the rest is recomputed. `none`: everything. `full`: the
     block's input only. `attention`: also the outputs of attention, which cost most to recompute
-    for long sequences. `selective`: also the outputs of matmuls.
-    `auto`: `none`, or on GPUs the first of `selective`, `attention` and `full` that fits, if `none`
-    does not fit and no other key of this section is set."""
+    for long sequences. `selective`: also the outputs of matmuls. `auto`, on GPUs: the fastest
+    policy that fits, as the planner predicts: a mode for all blocks, every second, or the first
+    quarter, half or three quarters, with `offload` or not. Unset, on GPUs: the first of `none`,
+    `selective`, `attention` and `full` that fits, if no other key of this section is set."""
     every: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Recompute every n-th block only; 1: all blocks."""
     first: int = Field(default=0, ge=0, le=MAX_LAYERS)
@@ -453,6 +458,10 @@ class Recompute(Section):
     modules: list[Annotated[Text, Field(min_length=1)]] = []
     """Names of modules of a block to recompute, each from its own input; empty: the whole block.
     dtron's models have `attn`, `delta`, `ffn` (dense), `ffn.experts` and `ffn.shared`."""
+    ffn_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
+    """Compute the dense feed-forward of each block over this many chunks of the sequence, one after
+    the other, and each again in the backward: its hidden states exist for one chunk at a time. For
+    long sequences, with any `mode` but `selective`. 1: whole sequences."""
     offload: bool = False
     """Move the tensors that a block saves for its backward to pinned host memory; the copies
     overlap with the computation of the next block. On GPUs only."""
@@ -460,7 +469,7 @@ class Recompute(Section):
     def acts_on(self, block: int) -> bool:
         """Whether the block with this index in the model recomputes anything."""
         chosen = block % self.every == 0 and (not self.first or block < self.first)
-        return chosen and self.mode != "none"
+        return chosen and self.mode not in ("none", "auto")
 
 
 class Compile(Section):

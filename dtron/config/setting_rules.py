@@ -140,7 +140,7 @@ def _known_steps(config: "RunConfig") -> float:
 
 
 def _ends(config: "RunConfig") -> list[str]:
-    """Return the keys that say when the run ends, with their values."""
+    """Return the keys that set the end of the run, with their values."""
     keys = "train.tokens train.epochs train.steps"
     return [f"{key} = {value:g}" for key, value in changed(config, keys)]
 
@@ -178,11 +178,11 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule(
         "parallel.ep_capacity",  # the automatic choice of the dispatcher reads it
         lambda c: (
-            c.parallel.bounded
-            or (c.parallel.ep > 1 and "dispatcher" not in c.parallel.model_fields_set)
+            c.parallel.ep > 1
+            and (c.parallel.bounded or "dispatcher" not in c.parallel.model_fields_set)
         ),
-        needs='parallel.dispatcher = "symmetric_memory" or "bounded_all_to_all", or "auto" with '
-        "parallel.ep > 1",
+        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all" '
+        'or "auto"',
     ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(
@@ -204,8 +204,14 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "recompute.every recompute.first recompute.modules",
-        lambda c: c.recompute.mode != "none",
+        lambda c: c.recompute.mode not in ("none", "auto"),
         needs="a recompute.mode",
+    ),
+    Rule(
+        "recompute.offload recompute.mode",
+        lambda c: not c.recompute.offload or c.recompute.mode != "auto",
+        'recompute.offload = true with recompute.mode = "auto", which chooses recompute.offload; '
+        "leave it out, or use another mode",
     ),
     Rule(_FLOAT8, needs="float8.recipe"),
     Rule("float8.amax_history", needs='float8.scaling = "delayed"'),
@@ -317,8 +323,9 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "train.tokens train.epochs train.steps",
         lambda c: len(_ends(c)) < 2,
         lambda c: (
-            f"{' and '.join(_ends(c))} both say when the run ends; keep one of them "
-            "(train.steps= on the command line leaves a key out)"
+            f"{' and '.join(_ends(c))} both set the end of the run; keep one of them (on the "
+            f"command line, {' or '.join(end.split()[0] + '=' for end in _ends(c))} removes the "
+            "file's value)"
         ),
     ),
     Rule(
@@ -399,6 +406,19 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "recompute.modules",
         lambda c: len(set(c.recompute.modules)) == len(c.recompute.modules),
         "recompute.modules = {c.recompute.modules} names a module twice; name each module once",
+    ),
+    Rule(
+        "recompute.ffn_chunks recompute.mode recompute.modules",
+        lambda c: (
+            c.recompute.ffn_chunks == 1
+            or (
+                (c.recompute.mode != "selective" or c.recompute.modules)
+                and "ffn" not in c.recompute.modules
+            )
+        ),
+        "recompute.ffn_chunks = {c.recompute.ffn_chunks} recomputes the feed-forward, but "
+        'recompute.mode = "selective" keeps results of its matmuls, and recompute.modules with ffn '
+        'recomputes it a second time; use mode "none", "attention" or "full", or other modules',
     ),
     Rule(
         "recompute.modules parallel.async_tp",

@@ -257,7 +257,7 @@ class GroupOrder:
         self.opened = opened
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (place in the epoch of the group of sequence `index`, its place in the group)."""
+        """Return (index in the epoch of the group with sequence `index`, index in this group)."""
         place = int(np.searchsorted(self._ends, index, side="right"))
         return place, index - (int(self._ends[place - 1]) if place else 0)
 

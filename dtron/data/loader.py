@@ -78,13 +78,7 @@ class Batch:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {k: change(x) for k, x in found.items() if isinstance(x, Tensor)}
         if isinstance(self.documents, Mapping):
-            # Read-only: FSDP moves the tensors of a dict to the device, also those of the host.
-            changed["documents"] = MappingProxyType(
-                {
-                    key: row if key.endswith(ON_HOST) else tuple(change(x) for x in row)
-                    for key, row in self.documents.items()
-                }
-            )
+            changed["documents"] = map_tables(self.documents, change)
         return replace(self, **changed)
 
     def tables_on_host(self) -> list[Tensor]:
@@ -281,6 +275,17 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def map_tables(tables: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
+    """Apply a function to all tensors of tables, but not to those that stay on the host."""
+    # Read-only: FSDP moves the tensors of a dict to the device, also what stays on the host.
+    return MappingProxyType(
+        {
+            key: row if key.endswith(ON_HOST) else tuple(change(x) for x in row)
+            for key, row in tables.items()
+        }
+    )
 
 
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:

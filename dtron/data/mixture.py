@@ -254,7 +254,12 @@ class Mixture(TrainingSource):
 
 
 def _chosen(shares: Mapping[str, float], since: Mapping[str, int]) -> str:
-    """Return the source of the next sequence by the rule of the module's docstring."""
+    """Return the source of the next sequence: of those due, the first to exceed its bound.
+
+    Args:
+        shares: w_i by source.
+        since: c_i by source, of the first m sequences; see the top of this file.
+    """
     if len(shares) == 1:
         return next(iter(shares))
     slack, m = 1 / (2 * len(shares) - 2), sum(since.values()) + 1

@@ -134,7 +134,7 @@ class TrainingSource(Protocol):
         return [self.sequence(k) for k in numbers]
 
     def state(self, k: int) -> State:
-        """Return what `seek` needs, besides k, to continue at sequence k; flat, for JSON."""
+        """Return a flat dict, for JSON, that `seek` needs to continue at sequence k."""
         ...
 
     def seek(self, k: int, state: State) -> None:

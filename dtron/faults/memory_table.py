@@ -85,11 +85,7 @@ class MemoryTable:
             planned = f"{size(plan[name]):>12}" if plan and name in plan else ""
             if n_bytes is not None or planned:
                 yield f"  {name:24}{'' if n_bytes is None else size(n_bytes):>12}{planned}"
-        modules: dict[str, Counter[str]] = {}
-        for name, of in self.classes.items():
-            for fqn, n_bytes in of.items():
-                modules.setdefault(_pattern(fqn), Counter())[name] += n_bytes
-        ordered = sorted(modules.items(), key=lambda item: -item[1].total())
+        ordered = self.by_module()
         for pattern, of_module in ordered[:_LINES]:
             parts = ", ".join(
                 f"{name} {size(n)}" for name, n in of_module.most_common() if n >= 2**19
@@ -98,6 +94,14 @@ class MemoryTable:
         if len(ordered) > _LINES:
             rest = sum(each.total() for _, each in ordered[_LINES:])
             yield f"  {f'{len(ordered) - _LINES} others':24}{size(rest):>12}"
+
+    def by_module(self) -> list[tuple[str, Counter[str]]]:
+        """Return (pattern of FQNs, bytes by class), the most bytes first."""
+        modules: dict[str, Counter[str]] = {}
+        for name, of in self.classes.items():
+            for fqn, n_bytes in of.items():
+                modules.setdefault(_pattern(fqn), Counter())[name] += n_bytes
+        return sorted(modules.items(), key=lambda item: -item[1].total())
 
     def write(self, folder: Path) -> None:
         """Write the table to `folder`/rank-N.json."""

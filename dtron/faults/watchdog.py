@@ -141,7 +141,7 @@ class Watchdog:
         self._beat = (step, time.monotonic(), 1)
 
     def pause(self, step: int) -> None:
-        """Stop watching until the next `beat`: what follows step `step` has its own time-out."""
+        """Stop watching until the next `beat`: work after step `step` has a time-out of its own."""
         self._beat = (step, time.monotonic(), math.inf)
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dtron.checkpoint.directory import find_weights
+from dtron.checkpoint.find import find_weights
 from dtron.checkpoint.initial_weights import (
     check_named,
     config_of_run,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dtron.checkpoint.convert import to_hf_folder
 from dtron.checkpoint.dcp_storage import ShardReader
-from dtron.checkpoint.directory import find_weights
+from dtron.checkpoint.find import find_weights
 from dtron.checkpoint.initial_weights import InitialWeights, check_named, open_initial
 from dtron.errors import ArgumentParser, CheckpointError, ConfigError
 from dtron.io.filesystem import Location, is_file, read_json

@@ -10,6 +10,7 @@ from dtron.plan.float8_inputs import FUSED, Float8Block, in_float8
 from dtron.plan.parameters import parameters
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
 from dtron.plan.saved_tensors import (
+    IN_CHUNKS,
     NONE,
     SELECTIVE,
     SavedTensor,
@@ -32,7 +33,7 @@ def kept(run: Resolved, layer: int, whole: bool = False) -> dict[str, float]:
         whole: ignore recomputation: count what exists once the backward has recomputed the layer.
     """
     found: dict[str, float] = {}
-    for row in _kept_rows(run, _rows(run, layer), _mode(run, layer, whole)):
+    for row in _kept_of(run, layer, whole):
         found[row.module] = found.get(row.module, 0.0) + _bytes(run, row)
     return found
 
@@ -50,8 +51,20 @@ def written(run: Resolved, layer: int) -> float:
     return run.memo[key]
 
 
-def _mode(run: Resolved, layer: int, whole: bool) -> str:
-    return run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+def _kept_of(run: Resolved, layer: int, whole: bool) -> list[SavedTensor]:
+    """Return the rows of a layer that are kept.
+
+    Args:
+        whole: ignore recomputation; of a feed-forward in chunks, the rows are of one chunk.
+    """
+    mode = run.config.recompute.mode if run.recomputes(layer) and not whole else NONE
+    rows = _kept_rows(run, _rows(run, layer), mode)
+    chunks = run.ffn_chunks(layer)
+    if chunks == 1:
+        return rows
+    others = [row for row in rows if row.module not in IN_CHUNKS]
+    inside = [row for row in rows if row.module in IN_CHUNKS]
+    return others + [replace(row, width=row.width / chunks) for row in inside if whole]
 
 
 def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
@@ -140,6 +153,15 @@ def _is_gathered(run: Resolved, row: SavedTensor) -> bool:
     return row.read and row.split == "none" and NONE in row.modes and not own
 
 
+def share_in_chunks(run: Resolved, layer: int) -> float:
+    """Return the fraction of a layer's saved bytes that `recompute.ffn_chunks` recomputes."""
+    if run.ffn_chunks(layer) == 1:
+        return 0.0
+    rows = _kept_rows(run, _wide_rows(run, layer), NONE)
+    inside = sum(_bytes(run, row) for row in rows if row.module in IN_CHUNKS)
+    return inside / sum(_bytes(run, row) for row in rows)
+
+
 def recomputed_share(run: Resolved, layer: int) -> float:
     """Return the fraction of a layer's saved bytes that `recompute.modules` recompute.
 
@@ -157,8 +179,7 @@ def tensors(run: Resolved, layer: int, whole: bool = False) -> list[int]:
 
     `whole`: ignore recomputation: count what exists once the backward has recomputed the layer.
     """
-    rows = _kept_rows(run, _rows(run, layer), _mode(run, layer, whole))
-    return [int(_bytes(run, row)) for row in rows]
+    return [int(_bytes(run, row)) for row in _kept_of(run, layer, whole)]
 
 
 def deferred(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
@@ -213,8 +234,33 @@ def widest(run: Resolved, layer: int) -> float:
     """Bytes of the largest tensor that a layer saves for its backward."""
     key = ("widest", run.kind(layer))
     if key not in run.memo:
-        run.memo[key] = max(_bytes(run, row) for row in _wide_rows(run, layer))
+        chunks = run.ffn_chunks(layer)
+        run.memo[key] = max(
+            _bytes(run, row) / (chunks if row.module in IN_CHUNKS else 1)
+            for row in _wide_rows(run, layer)
+        )
     return run.memo[key]
+
+
+def context_gradients(run: Resolved, layer: int) -> float:
+    """Return the bytes of temporaries in the backward of a layer's context-parallel attention.
+
+    These are float32 gradients of queries and of exchanged keys and values, and the kernel's
+    results before they are added. `dtron.plan.memory` counts the keys and values themselves.
+    """
+    cp = run.degrees["cp"]
+    if cp == 1 or run.kind(layer) == "delta":
+        return 0.0
+    shape, model, e = run.context(layer), run.model, run.element
+    q = model.n_heads * model.head_size // run.tp
+    kv = 2 * model.local_kv_heads(run.tp) * model.head_size
+    if shape.gathers:  # of all ranks' tokens: zeros, their reduction by block, and its order
+        width = 3 * 4 * kv * cp + (4 + e) * q
+    elif shape.outer > 1:  # a ring: the gradients of two blocks, one received
+        width = 3 * 4 * kv + (6 + 1.5 * e) * q + e * kv
+    else:  # only all-to-alls, of gradients, queries, keys, values and outputs
+        width = 4 * kv + (8 + 5 * e) * q + e * kv
+    return float(width * run.tokens)
 
 
 def boundary(run: Resolved) -> float:
@@ -253,4 +299,6 @@ def loss_tensors(run: Resolved) -> list[int]:
         found.append(run.element * dim * run.tokens * predictions)
     if padding:
         found.append(run.element * dim * vocabulary)
+    if run.model.logit_softcap:  # what its backward reads: the tanh, or a chunk's capped logits
+        found.append((4 if chunks > 1 else run.element * (1 + run.model.mtp)) * each)
     return found

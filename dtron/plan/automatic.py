@@ -12,12 +12,14 @@ from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
+from dtron.parallelisms.host_memory import host_memory
 from dtron.plan.hardware import Hardware, of_device
-from dtron.plan.memory import memory, worst
+from dtron.plan.memory import memory, offloaded_by_host, worst
 from dtron.plan.run_shape import Resolved
+from dtron.plan.steptime import predict
 from dtron.run.process import Place
 from dtron.run.rendezvous import Rendezvous
-from dtron.setup.automatic import Automatic, Machine, choose
+from dtron.setup.automatic import Automatic, Machine, choose, without_choices
 from dtron.setup.rules import MachineCandidate, ModelCandidate
 from dtron.setup.versions import release
 
@@ -54,14 +56,16 @@ def of_place(config: RunConfig, place: Place, machine: Machine | None = None) ->
     """Choose the automatic settings of a run with all ranks on `machine`; None: this machine."""
     machine = machine or Machine.of_place(place)
     if not machine.gpus:
-        return Automatic(config)
+        return without_choices(config)
     row = of_device(place.device)
     if abs(machine.memory / row.memory - 1) > _ROUNDING:
         row = replace(row, memory=machine.memory)
+    if total := host_memory()[0]:
+        row = replace(row, host_memory=total)
     return choose(
         MachineCandidate(config, place.world_size, place.device),
         machine,
-        _predictions(place.world_size, row),
+        *_predictions(place.world_size, row),
     )
 
 
@@ -74,13 +78,16 @@ def of_hardware(config: RunConfig, world_size: int, row: Hardware) -> Automatic:
     host = host if world_size % host == 0 else 1
     machine = Machine(True, host, row.domain >= host, release(torch.__version__))
     run = ModelCandidate(config, world_size)
-    return choose(run, machine, _predictions(world_size, row))
+    return choose(run, machine, *_predictions(world_size, row))
 
 
-def _predictions(world_size: int, row: Hardware) -> Callable[[RunConfig], float]:
-    """Return a cached function: config -> reserved fraction of the available GPU memory.
+def _predictions(
+    world_size: int, row: Hardware
+) -> tuple[Callable[[RunConfig], float], Callable[[RunConfig], float]]:
+    """Return two functions of a config; inf: unknown.
 
-    The fraction is that of the fullest rank; inf: unknown.
+    The first, cached, gives the used fraction of the available memory: of the fullest GPU, or of
+    the host if that is more. The second gives the seconds of a step.
     """
     shares: dict[str, float] = {}
 
@@ -90,7 +97,7 @@ def _predictions(world_size: int, row: Hardware) -> Callable[[RunConfig], float]
             shares[key] = _share(config, world_size, row)
         return shares[key]
 
-    return used
+    return used, lambda config: _seconds(config, world_size, row)
 
 
 def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
@@ -98,9 +105,17 @@ def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
         run = Resolved.of(config, world_size)
         if any(counted_as_decoder(config.model.name, model_spec(config.model.name))):
             return float("inf")
-        return worst(memory(run)).reserved / row.room
+        on_host = offloaded_by_host(run, row) / (row.host_memory * 19 / 20)
+        return max(worst(memory(run)).reserved / row.room, on_host)
     except ConfigError:
         return float("inf")
     except Exception:  # a run can start without a prediction
         log.exception("the planner failed; settings that depend on memory keep their defaults")
+        return float("inf")
+
+
+def _seconds(config: RunConfig, world_size: int, row: Hardware) -> float:
+    try:
+        return predict(Resolved.of(config, world_size), row).step
+    except ConfigError:  # the precision has no rates
         return float("inf")

@@ -4,7 +4,6 @@ import argparse
 import functools
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,14 @@ from dtron.config import RunConfig
 from dtron.data import Loader, TrainingSource
 from dtron.data.inspection import measured_rate
 from dtron.data.mixture import Mixture
-from dtron.errors import ArgumentParser, ConfigError, cause_of, check_words, counted
+from dtron.errors import ArgumentParser, ConfigError, check_words, counted
 from dtron.models import model_spec
 from dtron.models.contract import check_family
 from dtron.plan.automatic import of_hardware, of_place
 from dtron.plan.exact import exact, print_exact
 from dtron.plan.hardware import DEFAULT, HARDWARE, hardware, of_device
 from dtron.plan.html_report import page
+from dtron.plan.output_file import check_target, write_target
 from dtron.plan.plan import plan
 from dtron.plan.report import print_plan, print_search
 from dtron.plan.run_shape import Resolved
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--tokens {given.tokens:g} is negative or not finite; use a number such as 15e12"
         )
     for option, path in (("--out", given.out), ("--page", given.page)):
-        _check_target(option, path)
+        check_target(option, path)
     config = RunConfig.load(given.config, given.overrides, fill_from_initial)
     check_family(config.model.name, model_spec(config.model.name), Resolved.model_of(config))
     row = hardware(given.hardware)
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     automatic = of_hardware(config, given.world_size, row)
     config = automatic.config
     if given.out:
-        _write("--out", given.out, config.to_toml(automatic.chosen))
+        write_target("--out", given.out, config.to_toml(automatic.chosen))
         _tell(given, f"the fastest layout is written to {given.out}")
     found = plan(config, given.world_size, row, given.tokens) | {"automatic": automatic.chosen}
     if given.exact and found["legal"]:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
         if not found["time"]:
             raise ConfigError(f"--page needs predicted times: {found['no_time']}")
         run = Resolved.of(config, given.world_size)
-        _write("--page", given.page, page(run, found, row, searched))
+        write_target("--page", given.page, page(run, found, row, searched))
         _tell(given, f"the page is written to {given.page}")
     elif given.page:
         _tell(given, "--page: no page is written, since the layout is not legal")
@@ -127,27 +127,6 @@ def main(arguments: Sequence[str]) -> int:
         if "exact" in found:
             print_exact(_console(), found["exact"])
     return 0 if found["legal"] and found["memory"]["fits"] else 1
-
-
-def _check_target(option: str, path: Path | None) -> None:
-    """Raise ConfigError if the file of an option cannot be written; called before planning."""
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written; name another file")
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {path} cannot be written: {cause_of(error, path)}; name another file"
-        ) from None
 
 
 def _tell(given: argparse.Namespace, line: str) -> None:

@@ -183,20 +183,26 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
                 "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(repeated)
             )
             return
-        for width in widths_in:
-            yield made("all_gather", width * size_in, times + again)
-            yield made("reduce_scatter", width, times)
-        for width in widths_out:
-            yield made("reduce_scatter", width, times)
-            yield made("all_gather", width * size_out, times)
+        chunks = run.ffn_chunks(layers[0])  # the last input and output are the feed-forward's
+        again_in_chunks = _again_in_chunks(run, again)
+        for place, width in enumerate(widths_in, 1 - len(widths_in)):
+            n = 1 if place else chunks
+            more = again if n == 1 else n * times + again_in_chunks
+            yield made("all_gather", width * size_in / n, n * times + more)
+            yield made("reduce_scatter", width / n, n * times)
+        for place, width in enumerate(widths_out, 1 - len(widths_out)):
+            n = 1 if place else chunks
+            yield made("reduce_scatter", width / n, n * times)
+            yield made("all_gather", width * size_out / n, n * times)
         for width in repeated:
             yield made("reduce_scatter", width, again)
+        yield made("reduce_scatter", model.dim / chunks, again_in_chunks)
 
     yield from _shared_heads(run, stage, domain)
     for kind, size, count in _adapters(run, stage, repeats):
         yield Collective("tp", kind, size, count * m, "tp", ranks, inside)
     for mixture in (False, True):
-        layers = [i for i in stage.layers if run.has_experts(i) == mixture]
+        layers = [i for i in stage.layers if run.kind(i).experts == mixture]
         again = sum(run.recomputes_whole(i) for i in layers) * repeats
         if layers:
             yield from both(*_widths(run, mixture), layers, again)
@@ -206,14 +212,26 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         trained = not run.frozen  # a frozen embedding needs no gradient of its output
         yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
-        predictions = 1 + model.mtp
-        yield made(kind, model.dim, predictions)
-        yield made(other, model.dim, predictions if other else 0)
+        predictions = 1 + model.mtp  # the head takes those of all at once
+        yield made(kind, model.dim * predictions, 1)
+        yield made(other, model.dim * predictions, 1 if other else 0)
         yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
         yield made(other, model.dim * model.mtp, 1 if other and not run.frozen else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+def _again_in_chunks(run: Resolved, blocks: int) -> int:
+    """Return how many feed-forwards of a chunk the recomputation of `blocks` blocks computes.
+
+    It stops before the last chunk, which is computed by its own recomputation only. A compiled
+    backward computes each chunk once for both.
+    """
+    config, chunks = run.config, run.config.recompute.ffn_chunks
+    if config.compile.enable:
+        return blocks * chunks if config.recompute.mode == "full" and chunks > 1 else 0
+    return blocks * (chunks - 1)
 
 
 def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
@@ -227,7 +245,7 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
     ranks = run.tp // n_heads
     axis = "tp" if n_heads == 1 else "tp_inner"
     size = float(run.model.head_size * run.tokens * run.element)
-    layers = [i for i in stage.layers if run.kind(i) != "delta"]
+    layers = [i for i in stage.layers if not run.kind(i).delta]
     again = sum(run.recomputes(i, "attn") for i in layers)
     for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
         count = 2 * (len(layers) + times) * run.micro_batches
@@ -299,7 +317,7 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     for layer in stage.layers:
-        if run.kind(layer) == "delta":
+        if run.kind(layer).delta:
             again, values = int(run.recomputes(layer, "delta")), model.delta_value_heads
             outputs = values * model.delta_value_dim
             for width in (model.delta_channels + 2 * values, outputs):
@@ -339,7 +357,7 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
 
     These are the exchange of token counts, dispatch and combine.
     """
-    layers = [i for i in stage.layers if run.has_experts(i)]
+    layers = [i for i in stage.layers if run.kind(i).experts]
     again = sum(run.recomputes_whole(i) for i in layers)
     ranks, inside = expert_group(run, "ep", domain)
     rows, dim = expert_rows(run), run.model.dim
@@ -399,7 +417,7 @@ def _step(run: Resolved, rank: int, domain: int) -> Iterator[Collective]:
     ]
     if run.config.parallel.bounded and run.experts["ep"] * run.experts["etp"] > 1:
         found.append((DEGREES, "all_reduce", 8.0))
-    layers = [i for stage in run.stages_of(rank) for i in stage.layers if run.has_experts(i)]
+    layers = [i for stage in run.stages_of(rank) for i in stage.layers if run.kind(i).experts]
     if layers:
         found.append((TOKEN_AXES, "all_reduce", 8.0 * len(layers) * run.model.n_experts))
     for axes, kind, size in found:

@@ -1,10 +1,12 @@
 """Seconds of a rank's computation per micro-batch: matmuls, attention and elementwise kernels."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dtron.models.config import LayerKind
 from dtron.models.flops import delta_flops
-from dtron.models.matmuls import EXPERT_KINDS, layer_matmuls
+from dtron.models.matmuls import layer_matmuls
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
@@ -85,11 +87,11 @@ def total(work: Work) -> Seconds:
     return sum(work.values(), Seconds(0.0, 0.0, 0.0))
 
 
-def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
-    """List a rank's matmuls in the forward of a layer of the given kind (`Resolved.kind`)."""
+def matmuls(run: Resolved, kind: LayerKind) -> list[ShardedMatmul]:
+    """List a rank's matmuls in the forward of a layer of the given kind."""
     own, eight = -(-run.tokens // run.between), bool(run.config.float8.recipe)
     frozen = run.frozen
-    groups = run.model.n_experts // run.experts["ep"] if kind in EXPERT_KINDS else 1
+    groups = run.model.n_experts // run.experts["ep"] if kind.experts else 1
     found = []
     for each in layer_matmuls(run.model, kind):
         if each.module == "experts":
@@ -97,13 +99,13 @@ def matmuls(run: Resolved, kind: str) -> list[ShardedMatmul]:
             found.append(ShardedMatmul("experts", *shape, groups, frozen=frozen))
         else:
             tokens = own if each.split == "none" else run.tokens
-            float8 = eight and each.module != "router"
+            float8 = eight and each.module not in ("router", "shared_gate")
             shape = (tokens, *each.sharded(run.tp))
             found.append(ShardedMatmul(each.module, *shape, 1, float8, frozen))
     return found + [x for each in found for x in _adapter(run, kind, each)]
 
 
-def _adapter(run: Resolved, kind: str, of: ShardedMatmul) -> list[ShardedMatmul]:
+def _adapter(run: Resolved, kind: LayerKind, of: ShardedMatmul) -> list[ShardedMatmul]:
     """List the two matmuls of the adapter of a matmul of a layer; empty: it has none."""
     layer = next(i for i in range(run.n_layers) if run.kind(i) == kind)
     if not any(f".{of.module}." in f".{name}" for name in run.adapters(layer)):
@@ -118,7 +120,7 @@ def attention_flops(run: Resolved, layer: int) -> float:
 
     For a gated delta net these are the FLOPs in its states.
     """
-    if run.kind(layer) == "delta":
+    if run.kind(layer).delta:
         return delta_flops(run.model) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
@@ -168,7 +170,7 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
     flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
-    module = "delta" if run.kind(index) == "delta" else "attn"
+    module = "delta" if run.kind(index).delta else "attn"
     if module == "delta":
         widths = run.model.delta_key_dim, run.model.delta_value_dim
     forward = hardware.attend(flops, False, *widths)
@@ -189,7 +191,35 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
         parts.append({"copy": Seconds(0.0, again, 0.0)})
         if mode == "full" and run.recomputes(index, module):
             parts.append({"attention": Seconds(0.0, forward, 0.0)})
+    if run.ffn_chunks(index) > 1:
+        parts += _again_in_chunks(run, index, hardware, moved * ahead)
     return together(*parts)
+
+
+def _again_in_chunks(
+    run: Resolved, index: int, hardware: Hardware, elementwise: float
+) -> Iterator[Work]:
+    """Yield what `recompute.ffn_chunks` computes again.
+
+    Args:
+        elementwise: seconds of the elementwise kernels of the layer's forward.
+    """
+    again = in_chunks(run, index)
+    casts = cast_seconds(run, again, hardware).forward
+    seconds = elementwise * activations.share_in_chunks(run, index) + casts
+    yield {"copy": Seconds(0.0, seconds, 0.0)}
+    for kind, each in _kinds(again, hardware).items():
+        yield {kind: Seconds(0.0, each.forward, 0.0)}
+
+
+def in_chunks(run: Resolved, index: int) -> list[ShardedMatmul]:
+    """List the matmuls of a layer's feed-forward that `recompute.ffn_chunks` computes again.
+
+    No gradient needs the last one's result.
+    """
+    if run.ffn_chunks(index) == 1:
+        return []
+    return [p for p in matmuls(run, run.kind(index)) if p.module == "ffn"][:-1]
 
 
 def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
@@ -213,24 +243,31 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 
     The last matmul of a feed-forward or shared expert may be omitted: its result is only added to
     the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
-    experts.) A compiled block whose backward graph contains the recomputation omits it. Eager
-    recomputation stops at the last tensor that autograd needs, so it omits this matmul only if it
-    is the layer's last. In mode `full`, a compiled block repeats its whole forward.
+    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains
+    the recomputation omits it. Eager recomputation stops at the last tensor that autograd needs, so
+    it omits this matmul only if it is the layer's last. In mode `full`, a compiled block repeats
+    its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)
     if modules := options.recompute.modules:
         # A module's output, from its last matmul, is kept. Attention's input has the same size as
-        # its output: a compiler that has to keep one of them keeps the input.
+        # its output: a compiler that has to keep one of them keeps the input. So it is with a
+        # feed-forward layer whose output a post-norm reads.
         chained = options.compile.enable and run.tp == 1
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
-        whole = {name for name in modules if name in ("attn", "delta") and chained}
+        equal = ("attn", "delta", "ffn") if run.model.post_norms else ("attn", "delta")
+        whole = {name for name in modules if name in equal and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
-    mixture = kind in EXPERT_KINDS
+    if run.ffn_chunks(index) > 1:
+        # A compiled backward computes the feed-forward once more, for the chunks and the block.
+        once = options.compile.enable and options.recompute.mode != "full"
+        return [p for p in listed if p.module != "ffn"] if once else listed
+    mixture = kind.experts
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn"
     places = [place for place, p in enumerate(listed) if p.module == name]
-    if whole or not places:
+    if whole or not places or run.model.post_norms:
         return listed
     return listed[: places[-1]] + listed[places[-1] + 1 :]
 
@@ -238,8 +275,9 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
 def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
     """Seconds that a layer waits per micro-batch for copies to the host and back.
 
-    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits for the
-    time by which the copy out exceeds its forward, and the copy back its backward.
+    Each copy takes (bytes kept by the layer) / (rate of the host link). The layer waits if
+    the copy to the host takes longer than its forward, or the copy back longer than its backward.
+    The wait is the difference.
     """
     if not run.config.recompute.offload:
         return 0.0

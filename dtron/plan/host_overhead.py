@@ -24,10 +24,11 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
+from dtron.models.config import LayerKind
 from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
-from dtron.plan.compute_time import matmuls, repeated
+from dtron.plan.compute_time import in_chunks, matmuls, repeated
 from dtron.plan.hardware import HOST
 from dtron.plan.parameters import parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
@@ -63,7 +64,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
     for stage in run.stages_of(rank):
         every = [unit.kind for unit in units(run, stage)]
-        separate = sum(run.separate_experts and run.has_experts(i) for i in stage.layers)
+        separate = sum(run.separate_experts and run.kind(i).experts for i in stage.layers)
         found["unit"] += m * (len(every) + separate)
         for hooked, keeps in ((len(every), run.keeps_dense), (separate, run.keeps_experts)):
             found["reduction"] += 0 if keeps else reduces * hooked
@@ -86,7 +87,7 @@ def calls(run: Resolved, rank: int) -> dict[str, float]:
 def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
     """Count the calls of each kind per micro-batch in a stage's blocks and loss."""
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
-    alike: dict[tuple[str, bool], dict[str, float]] = {}
+    alike: dict[tuple[LayerKind, bool], dict[str, float]] = {}
     for index in stage.layers:
         kind = run.kind(index), run.recomputes(index)
         if kind not in alike:
@@ -99,7 +100,7 @@ def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
 
 
 def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
-    mixture, compiled = run.has_experts(layer), run.config.compile.enable
+    mixture, compiled = run.kind(layer).experts, run.config.compile.enable
     separate = run.experts["ep"] * run.experts["etp"] > 1
     leaves = mixture and separate and not in_graphs(run.config.parallel.dispatcher)
     again = run.recomputes(layer) and (run.config.recompute.mode == "full" or not compiled)
@@ -110,8 +111,12 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
     kernels = forwards * (forward + ROUTING * mixture) + backward
     if again and not whole:
         kernels += KERNELS[0] * len(repeated(run, layer))
+    if (chunks := run.ffn_chunks(layer)) > 1:
+        first = sum(p.module == "ffn" for p in inside)
+        kernels += (chunks - 1) * first * (forwards * KERNELS[0] + KERNELS[1])
+        kernels += chunks * KERNELS[0] * len(in_chunks(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
-    if run.kind(layer) == "delta" and run.model.delta_kernel == "torch":
+    if run.kind(layer).delta and run.model.delta_kernel == "torch":
         chunks = -(-run.config.train.seq_len // CHUNK)
         found["operation"] += chunks * ((2 if again else 1) * SCAN[0] + SCAN[1])
     if leaves:

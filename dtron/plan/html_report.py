@@ -31,7 +31,7 @@ COLOURS = (
     "#3d7fd0", "#7fb0e8", "#2f9c8d", "#c96f16", "#e8b26f", "#7b5bb8", "#b9a3e0", "#c04a62",
     "#8a8f98",
 )  # fmt: skip
-_WIDTH, _LEFT, _ROW = 1100, 90, 26
+WIDTH, LEFT, ROW = 1100, 90, 26
 _LEGEND = 6
 """Entries per row of a legend."""
 
@@ -53,14 +53,24 @@ def page(
     )
     parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{text}</p>", _degrees(plan["parallel"])]
     parts += [f"<p>{html.escape(parameters(plan['memory']))}. {costs(plan['cost'])}.</p>"]
-    parts += ["<h2>Time of a step</h2>", _table(PARTS, part_rows(time))]
+    parts += ["<h2>Time of a step</h2>", table(PARTS, part_rows(time))]
     parts += ["<h2>Memory by pipeline rank</h2>", _memory(plan["memory"])]
     if run.layout is not None:
         parts += ["<h2>Pipeline</h2>", _pipeline(timeline(run, hardware), run, time)]
-    links = _table(COLLECTIVES, collective_rows(plan["communication"]))
+    links = table(COLLECTIVES, collective_rows(plan["communication"]))
     parts += ["<h2>Communication by link</h2>", links]
     if searched:
         parts += ["<h2>Layouts by memory and speed</h2>", _front(searched, hardware.room)]
+    return document(title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return an HTML page without external files.
+
+    Args:
+        title: plain text, which is escaped.
+        parts: the body, as HTML.
+    """
     style = (
         "body{font-family:Helvetica,Arial,sans-serif;max-width:1120px;margin:24px auto;color:#222}"
     )
@@ -76,7 +86,8 @@ def _model(run: Resolved, plan: dict[str, Any]) -> str:
     return f"{name} of {parameters(plan['memory'])}"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return an HTML table; cells are plain text, which is escaped, headings are HTML."""
     heads = "".join(f"<th align='left'>{heading}</th>" for heading in headings)
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -90,7 +101,7 @@ def ticks(most: float) -> list[float]:
     return [i * step for i in range(int(most / step) + 1)]
 
 
-def _x_axis(y: float, most: float, scale: float) -> list[str]:
+def x_axis(y: float, most: float, scale: float) -> list[str]:
     """Draw an axis in GiB below the height y.
 
     Args:
@@ -99,7 +110,7 @@ def _x_axis(y: float, most: float, scale: float) -> list[str]:
     """
     parts = []
     for tick in ticks(most / GIB):
-        x = _LEFT + tick * GIB * scale
+        x = LEFT + tick * GIB * scale
         parts.append(element("path", d=f"M{x:.1f} {y:.0f}v5", stroke="#888"))
         parts.append(words(x, y + 17, f"{tick:g}", text_anchor="middle"))
     return [*parts, words(4, y + 17, "GiB")]
@@ -114,28 +125,28 @@ def _memory(memory: dict[str, Any]) -> str:
     """Draw a bar per pipeline rank, split by class, and a line at the device's limit."""
     ranks, limit = memory["ranks"], memory["limit"]
     most = max(limit, *(sum(rank["classes"].values()) for rank in ranks))
-    scale, parts = (_WIDTH - _LEFT - 60) / most, []
+    scale, parts = (WIDTH - LEFT - 60) / most, []
     for row, rank in enumerate(ranks):
-        x, y = float(_LEFT), 8 + row * _ROW
+        x, y = float(LEFT), 8 + row * ROW
         parts.append(words(4, y + 15, f"pp rank {rank['rank']}"))
         for colour, name in zip(COLOURS, CLASSES, strict=True):
             size = rank["classes"][name]
             title = element("title", f"{name}: {size / GIB:.1f} GiB")
-            parts.append(rect(x, y, size * scale, _ROW - 5, colour, title))
+            parts.append(rect(x, y, size * scale, ROW - 5, colour, title))
             x += size * scale
         parts.append(words(x + 4, y + 15, f"{rank['reserved'] / GIB:.1f}"))
-    end, bottom = _LEFT + limit * scale, 8 + len(ranks) * _ROW
+    end, bottom = LEFT + limit * scale, 8 + len(ranks) * ROW
     parts += [_device_end(end, bottom)]
-    parts += _x_axis(bottom, most, scale)
+    parts += x_axis(bottom, most, scale)
     for i, (colour, name) in enumerate(zip(COLOURS, CLASSES, strict=True)):
         row, column = divmod(i, _LEGEND)
-        x, y = _LEFT + column * (_WIDTH - _LEFT) // _LEGEND, bottom + 32 + row * 18
+        x, y = LEFT + column * (WIDTH - LEFT) // _LEGEND, bottom + 32 + row * 18
         parts += [key(x, y + 10, colour, name)]
     text = (
         "<p>Bars: memory allocated at the peak of a step. Numbers: GiB that the allocator "
         f"reserves. Dashed line: {limit / GIB:.1f} GiB, the limit.</p>"
     )
-    return picture(_WIDTH, bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
+    return picture(WIDTH, bottom + 32 + 18 * -(-len(CLASSES) // _LEGEND), parts) + text
 
 
 def _device_end(x: float, bottom: int) -> str:
@@ -164,7 +175,7 @@ def _front(searched: SearchResult, room: float) -> str:
     y_most = max(point.speed for point in points) * 1.05
 
     def at(n_bytes: float, speed: float) -> tuple[float, float]:
-        x = _LEFT + n_bytes / x_most * (_WIDTH - _LEFT - 20)
+        x = LEFT + n_bytes / x_most * (WIDTH - LEFT - 20)
         return x, height - 30 - speed / y_most * (height - 50)
 
     parts = []
@@ -176,14 +187,14 @@ def _front(searched: SearchResult, room: float) -> str:
     front = [at(*point) for point in pareto(tuple(point[:2] for point in points))]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
     parts.append(element("polyline", points=line, fill="none", stroke="#c96f16", stroke_width=2))
-    parts += _x_axis(height - 30, x_most, (_WIDTH - _LEFT - 20) / x_most)
+    parts += x_axis(height - 30, x_most, (WIDTH - LEFT - 20) / x_most)
     for tick in ticks(y_most):
         _, y = at(0.0, tick)
-        parts.append(element("path", d=f"M{_LEFT - 5} {y:.1f}h5", stroke="#888"))
-        parts.append(words(_LEFT - 8, y + 4, f"{tick:,g}", text_anchor="end"))
+        parts.append(element("path", d=f"M{LEFT - 5} {y:.1f}h5", stroke="#888"))
+        parts.append(words(LEFT - 8, y + 4, f"{tick:,g}", text_anchor="end"))
     parts.append(words(4, 12, "tok/s/GPU, by GiB reserved"))
     listed = "".join(f"<li>{_named(found.point)}</li>" for found in searched.best)
-    return picture(_WIDTH, height, parts) + f"<ol>{listed}</ol>"
+    return picture(WIDTH, height, parts) + f"<ol>{listed}</ol>"
 
 
 def _named(point: LayoutPoint) -> str:

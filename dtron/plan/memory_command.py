@@ -7,6 +7,8 @@ from dtron.config import RunConfig
 from dtron.errors import ArgumentParser, ConfigError
 from dtron.faults.memory_table import read_table
 from dtron.plan.memory import RankMemory, memory
+from dtron.plan.memory_page import page
+from dtron.plan.output_file import check_target, write_target
 from dtron.plan.run_shape import Resolved
 from dtron.run.directory import RunDir
 
@@ -18,7 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     """Print the tables of a run; return the exit status."""
     parser = ArgumentParser(prog="dtron memory", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    run = RunDir(parser.parse_args(list(arguments)).run)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write them as an HTML page")
+    given = parser.parse_args(list(arguments))
+    run = RunDir(given.run)
+    check_target("--page", given.page)
     tables = [read_table(path) for path in sorted(run.memory.glob("rank-*.json"))]
     if not tables:
         raise ConfigError(
@@ -30,9 +35,15 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         plans = ()
         print(f"no plan: {error}")
-    for table in sorted(tables, key=lambda each: each.rank):
-        plan = planned(plans[table.pp_rank]) if plans else None
+    ranks = [
+        (table, planned(plans[table.pp_rank]) if plans else {})
+        for table in sorted(tables, key=lambda each: each.rank)
+    ]
+    for table, plan in ranks:
         print("\n".join(table.lines(plan)))
+    if given.page:
+        write_target("--page", given.page, page(given.run.name, ranks))
+        print(f"the page is written to {given.page}")
     return 0
 
 

@@ -22,7 +22,7 @@ from dtron.float8.recipes import RECIPES
 from dtron.lora.adapters import attach, is_adapter
 from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.parallelisms.expert.expert_parallel import WIDTHS, shared_dim
 from dtron.parallelisms.placement import LOW_RANK
 from dtron.parallelisms.tensor.tensor_parallel import Plan, pad_vocabulary, plan
@@ -65,8 +65,7 @@ class Unit:
     """
 
     name: str
-    kind: str
-    """embedding, head, or a block's kind (`Resolved.kind`)."""
+    kind: "PartKind"
     whole: int
     gathered: int
     shard: int
@@ -115,8 +114,10 @@ class Unit:
         return replace(self, **{key: getattr(self, key) + getattr(other, key) for key in counts})
 
 
-Parts = dict[str, tuple[Parameter, ...]]
-"""Parameters by part: embedding, each kind of block (`Resolved.kind`), and head with final norm."""
+PartKind = str | LayerKind
+""""embedding", "head" (with the final norm), or a block's kind."""
+Parts = dict[PartKind, tuple[Parameter, ...]]
+"""Parameters by part of the model."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,7 +139,7 @@ def parts(
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
     made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
     splits = _splits(built, made.rows)
-    found: dict[str, list[Parameter]] = {}
+    found: dict[PartKind, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
         if fqn.startswith("mtp_embed."):
             continue  # listed as the embedding
@@ -162,24 +163,21 @@ def parts(
 
 
 def _smallest(model: DecoderConfig) -> DecoderConfig:
-    """Return the config with one layer of each kind."""
-    dense, mixture = min(model.n_dense_layers, 1), min(model.n_expert_layers, 1)
+    """Return a config with few layers, but at least one of each kind."""
+    period = 2 if model.delta_key_heads else 1
+    dense, mixture = min(model.n_dense_layers, period), min(model.n_expert_layers, period)
     first = dense if model.n_experts else 0
     layers = {"n_layers": dense + mixture, "first_dense_layers": first}
     if model.delta_key_heads:
-        layers |= {"n_layers": 2, "full_attention_every": 2}
+        layers["full_attention_every"] = 2
     return model.model_copy(update={**layers, "mtp": min(model.mtp, 1)})
 
 
-def _part(spec: ModelSpec, fqn: str, small: DecoderConfig) -> tuple[str, str]:
+def _part(spec: ModelSpec, fqn: str, small: DecoderConfig) -> tuple[PartKind, str]:
     layers = spec.layer.partition("{")[0]
     if fqn.startswith(layers):
         layer, _, inner = fqn.removeprefix(layers).partition(".")
-        if int(layer) >= small.n_layers:
-            return "prediction", inner
-        if small.delta_layers[int(layer)]:
-            return "delta", inner
-        return ("dense" if int(layer) < small.n_dense_layers else "mixture"), inner
+        return small.layer_kinds[int(layer)], inner
     embeds = any(fqn.startswith(f"{name}.") for name in spec.embedding(small))
     return ("embedding" if embeds else "head"), fqn
 
@@ -202,7 +200,7 @@ def _splits(model: nn.Module, rows: Mapping[str, Sequence[Any]]) -> dict[str, in
     return found
 
 
-def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
+def unit(run: Resolved, part: PartKind, name: str, layer: int | None = None) -> Unit:
     """Return the numbers of elements of a part of the model (a key of `Parts`) on one rank.
 
     Args:
@@ -214,7 +212,7 @@ def unit(run: Resolved, part: str, name: str, layer: int | None = None) -> Unit:
     return replace(run.memo[key], name=name)
 
 
-def _unit(run: Resolved, part: str, layer: int | None) -> Unit:
+def _unit(run: Resolved, part: PartKind, layer: int | None) -> Unit:
     total = Unit("", part, 0, 0, 0)
     for parameter in parameters(run, part, layer):
         total += _sizes_of(run, part, parameter, layer)
@@ -227,7 +225,9 @@ def _parts(run: Resolved) -> Parts:
     return parts(run.config.model.name, run.model, run.tp, split, every)
 
 
-def _sizes_of(run: Resolved, part: str, parameter: Parameter, layer: int | None = None) -> Unit:
+def _sizes_of(
+    run: Resolved, part: PartKind, parameter: Parameter, layer: int | None = None
+) -> Unit:
     """Return the numbers of elements of one parameter as a Unit."""
     sizes = _sizes(run, part, parameter, layer)
     return Unit(
@@ -280,7 +280,7 @@ class Sizes:
     """Whether the matmul of its gradient adds to the sum over micro-batches."""
 
 
-def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> Sizes:
+def _sizes(run: Resolved, part: PartKind, parameter: Parameter, layer: int | None) -> Sizes:
     separate = parameter.expert and run.separate_experts
     shape, shard, dim, ranks = local_shapes(run, parameter)
     narrow = parameter.name.removesuffix(".weight") in run.gathered_in_float8(layer)
@@ -290,7 +290,7 @@ def _sizes(run: Resolved, part: str, parameter: Parameter, layer: int | None) ->
     return Sizes(math.prod(shape), math.prod(shard), columns, separate, narrow, *kind)
 
 
-def _adds_in_matmul(run: Resolved, part: str, parameter: Parameter, layer: int | None) -> bool:
+def _adds_in_matmul(run: Resolved, part: PartKind, parameter: Parameter, layer: int | None) -> bool:
     """Whether a parameter is a linear's weight on which `parallel.accumulate_in_matmul` acts.
 
     Embeddings have no matmul, not even tied ones here; a chunked head adds up its own gradient;
@@ -367,7 +367,7 @@ def _norm(run: Resolved) -> Unit:
     return total
 
 
-def parameters(run: Resolved, kind: str, layer: int | None = None) -> tuple[Parameter, ...]:
+def parameters(run: Resolved, kind: PartKind, layer: int | None = None) -> tuple[Parameter, ...]:
     """List the parameters of a unit of the given `Unit.kind`.
 
     `layer`: index of a block; None: without adapters.
@@ -376,7 +376,7 @@ def parameters(run: Resolved, kind: str, layer: int | None = None) -> tuple[Para
     return tuple(each for each in listed if not each.adapter or each.name in adapters)
 
 
-def sizes(run: Resolved, kind: str, layer: int | None = None) -> list[Sizes]:
+def sizes(run: Resolved, kind: PartKind, layer: int | None = None) -> list[Sizes]:
     """List the sizes of each parameter of a unit of the given `Unit.kind`.
 
     `layer`: index of a block; None: without adapters.

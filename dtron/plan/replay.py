@@ -40,7 +40,7 @@ from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
 from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
-from dtron.plan.parameters import sizes, units
+from dtron.plan.parameters import PartKind, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CLASSES = (
@@ -550,7 +550,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
     return found
 
 
-def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> bool:
+def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: PartKind) -> bool:
     """Whether a unit's weight gradients are deferred.
 
     A chunked head computes them with the loss; embeddings have no matmul; frozen weights have no
@@ -563,7 +563,7 @@ def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: str) -> b
     return kind != "embedding" and layout.splits_backward
 
 
-def _held_until_weights(run: Resolved, kind: str, layer: int) -> tuple[list[int], list[int]]:
+def _held_until_weights(run: Resolved, kind: PartKind, layer: int) -> tuple[list[int], list[int]]:
     """Return bytes (inputs, queued) that a unit holds for its deferred weight gradients.
 
     `activations.deferred` defines both.
@@ -589,7 +589,7 @@ def _separate_held(unit: _UnitMemory, reads: list[int], gradients: list[int]) ->
     unit.again = list((again - Counter(unit.read_again)).elements())
 
 
-def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup]:
+def _groups(run: Resolved, kind: PartKind, layer: int | None) -> list[_ParameterGroup]:
     found = []
     for separate in (False, True):
         own = [each for each in sizes(run, kind, layer) if each.separate == separate]
@@ -620,11 +620,16 @@ def _groups(run: Resolved, kind: str, layer: int | None) -> list[_ParameterGroup
 def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
     """Return bytes of a layer's (kept tensors, recomputed tensors, largest tensor)."""
     kept, whole = (Counter(activations.tensors(run, layer, every)) for every in (False, True))
-    return (
-        list(kept.elements()),
-        list((whole - kept).elements()),
-        int(activations.widest(run, layer)),
-    )
+    again, widest = list((whole - kept).elements()), int(activations.widest(run, layer))
+    if run.ffn_chunks(layer) > 1:
+        # The gradient of one weight, before it is added to that of other chunks.
+        matrix = run.model.dim * run.model.ffn_dim // run.tp
+        again.append(0 if run.frozen else run.element * matrix)
+        # The largest temporaries are attention's. When they exist, the input of the feed-forward
+        # is freed, and the gradient of the block's input is not allocated.
+        others = 3 * widest + 2 * activations.boundary(run)
+        again.append(max(0, int(activations.context_gradients(run, layer) - others)))
+    return list(kept.elements()), again, widest
 
 
 def _makes_all(run: Resolved, layer: int) -> bool:
@@ -637,7 +642,7 @@ def _makes_all(run: Resolved, layer: int) -> bool:
     parallel, recompute = run.config.parallel, run.config.recompute
     if recompute.mode != "full" or recompute.modules or not run.recomputes(layer):
         return False
-    separate = run.has_experts(layer) and parallel.ep * parallel.etp > 1
+    separate = run.kind(layer).experts and parallel.ep * parallel.etp > 1
     cut = separate and not in_graphs(parallel.dispatcher)
     return run.config.compile.enable and not cut
 

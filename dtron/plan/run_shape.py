@@ -9,8 +9,8 @@ from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
-from dtron.models.config import DecoderConfig
-from dtron.models.flops import flops_per_token
+from dtron.models.config import DecoderConfig, LayerKind
+from dtron.models.flops import attended_by_layers, flops_per_token
 from dtron.models.moe import capacity
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
@@ -213,20 +213,13 @@ class Resolved(Candidate):
         """The stages of a pipeline rank."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
-        return layer >= self.model.n_dense_layers
+    def kind(self, layer: int) -> LayerKind:
+        """Kind of a layer or MTP block."""
+        return self._kinds[layer]
 
-    def kind(self, layer: int) -> str:
-        """Kind of a layer: dense, delta, mixture (with experts) or prediction (MTP, with experts).
-
-        A delta layer is dense, with a gated delta net in place of attention.
-        """
-        if layer >= self.model.n_layers:
-            return "prediction"
-        if self.model.delta_layers[layer]:
-            return "delta"
-        return "mixture" if self.has_experts(layer) else "dense"
+    @functools.cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        return self.model.layer_kinds
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer, in tokens; 0: no window."""
@@ -305,9 +298,17 @@ class Resolved(Candidate):
         """
         return self.config.recompute.acts_on(layer) and not self.config.recompute.modules
 
+    def ffn_chunks(self, layer: int) -> int:
+        """Return the number of chunks of a layer's feed-forward (`recompute.ffn_chunks`)."""
+        return 1 if self.has_experts(layer) else self.config.recompute.ffn_chunks
+
     def flops(self) -> dict[str, float]:
-        """Return FLOPs per token, by how attention is counted: full or causal."""
-        name, length = self.config.model.name, self.config.train.seq_len
+        """Return FLOPs per token, by how attention is counted: full or causal.
+
+        Windows count as in training, by the keys that queries see.
+        """
+        name = self.config.model.name
+        length = attended_by_layers(self.config.train.seq_len, self.model.windows)
         sizes = flops_model(name, self.model_of(self.config), self.config.lora)
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}

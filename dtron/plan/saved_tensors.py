@@ -21,9 +21,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.layers import ACTIVATIONS
-from dtron.models.matmuls import EXPERT_KINDS, layer_matmuls
+from dtron.models.matmuls import layer_matmuls
 
 NONE, SELECTIVE, ATTENTION = "none", "selective", "attention"
 ALL = (NONE, SELECTIVE, ATTENTION, "full")
@@ -57,18 +57,17 @@ class SavedTensor:
 
 
 @functools.lru_cache(maxsize=64)
-def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[SavedTensor, ...]:
-    """List the tensors that a block of the given kind (`Resolved.kind`) saves.
+def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[SavedTensor, ...]:
+    """List the tensors that a block of the given kind saves.
 
     Args:
         padded: whether latent attention's values are padded to the width of keys, as context
             parallelism and some kernels need.
     """
-    mixture = kind in EXPERT_KINDS
-    first = "delta_norm" if kind == "delta" else "attn_norm"
+    first = "delta_norm" if kind.delta else "attn_norm"
     rows = [SavedTensor("input", model.dim, "tokens", ALL), *_norm_rows(model, first)]
-    rows += _merge(model) if kind == "prediction" else []
-    if kind == "delta":
+    rows += _merge(model) if kind.mtp else []
+    if kind.delta:
         rows += _gated_delta_net(model)
     else:
         rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
@@ -78,8 +77,17 @@ def block(model: DecoderConfig, kind: str, padded: bool = True) -> tuple[SavedTe
         SavedTensor("wo", model.dim, "tokens"),
         SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
     ]
-    rows += _norm_rows(model, "ffn_norm", wide=mixture)
-    rows += _mixture(model) if mixture else _feed_forward(model, "ffn", model.ffn_dim)
+    if model.post_norms:  # "wo" above is its input, from which compiled blocks compute the sum
+        rows += _statistics(model, "wo", 1, "tokens")
+        rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
+    rows += _norm_rows(model, "ffn_norm", wide=kind.experts)
+    rows += _mixture(model) if kind.experts else _feed_forward(model, "ffn", model.ffn_dim)
+    if model.post_norms:
+        rows += [
+            *_statistics(model, "ffn_post_norm", 1, "tokens"),
+            SavedTensor("ffn_post_norm", model.dim, "tokens"),
+            SavedTensor("ffn_post_norm", model.dim, "none", (SELECTIVE,)),
+        ]
     return tuple(rows)
 
 
@@ -256,8 +264,20 @@ def _mixture(model: DecoderConfig) -> list[SavedTensor]:
     if width := model.n_shared_experts * model.expert_dim:
         rows.append(SavedTensor("shared", model.dim, "none", read=True))
         rows += _feed_forward(model, "shared", width)
-    return rows
+    return rows + (_gated_output(model) if model.shared_gate else [])
 
+
+def _gated_output(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the factors of the gated output of shared experts; mode selective: as with `wo`."""
+    return [
+        SavedTensor("shared", model.dim, "tokens"),
+        SavedTensor("shared", model.dim, "none", (SELECTIVE,)),
+        SavedTensor("shared_gate", 1, "tokens", PRODUCT),
+    ]
+
+
+IN_CHUNKS = ("ffn_norm", "ffn")
+"""Modules of the rows that `recompute.ffn_chunks` recomputes, chunk by chunk."""
 
 _DELTA = {"w_qkv", "w_z", "w_a", "w_b", "delta"}
 _ATTENTION = {
@@ -274,8 +294,11 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
 
     Args:
         chained: whether attention is compiled and keeps no matmul result. Its backward then also
-            recomputes the output of the norm before it.
+            recomputes the output of the norm before it, and that of a feed-forward layer the input
+            of the post-norm after it.
     """
+    if row.module == "ffn_post_norm":
+        return "ffn" in names and chained and row.width > 1
     if row.module == "attn_norm":
         return "attn" in names and chained and row.read
     if row.module == "delta_norm":
@@ -294,7 +317,7 @@ _RESULT: dict[str, Split] = {"columns": "neurons", "rows": "none", "none": "toke
 
 
 @functools.lru_cache(maxsize=64)
-def output_gradients(model: DecoderConfig, kind: str) -> tuple[SavedTensor, ...]:
+def output_gradients(model: DecoderConfig, kind: LayerKind) -> tuple[SavedTensor, ...]:
     """List the gradients of the results of a block's matmuls.
 
     Deferred weight gradients need these and the `read` tensors of `block`;

@@ -18,6 +18,7 @@ import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, counted
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
@@ -454,13 +455,8 @@ def _bound(
 
 def _weights(config: RunConfig, model: DecoderConfig) -> tuple[int, int]:
     """Return the numbers of parameters in all blocks: (dense part, experts)."""
-    layers = {
-        "dense": model.n_dense_layers - model.n_delta_layers,
-        "delta": model.n_delta_layers,
-        "mixture": model.n_expert_layers + model.mtp,
-    }
     found = [0, 0]
-    for kind, number in layers.items():
+    for kind, number in Counter(model.layer_kinds).items():
         for parameter in parts(config.model.name, model, 1).get(kind, ()):
             found[parameter.expert] += number * math.prod(parameter.shape)
     return found[0], found[1]
@@ -475,7 +471,8 @@ def _least_bytes(
 ) -> float:
     """Return a lower bound of an average pipeline rank's bytes.
 
-    The bound has the rank's share of the state, and the fewest activations in flight.
+    It counts parameters, gradients and optimizer state divided evenly over the ranks, and the
+    activations of the fewest micro-batches in flight.
     """
     tp, pp, cp = (choice[key] for key in ("tp", "pp", "cp"))
     ep = choice["ep"] * choice["etp"]
@@ -489,7 +486,8 @@ def _least_bytes(
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
-    kinds = ["mixture" if model.n_experts else "dense", *["delta"] * bool(model.delta_key_heads)]
+    experts, deltas = model.n_experts > 0, {False, model.delta_key_heads > 0}
+    kinds = [LayerKind(delta, experts) for delta in deltas]
     tables = [
         [r for r in block(model, kind) if mode in r.modes and r.eager is not True] for kind in kinds
     ]

@@ -24,6 +24,7 @@ from typing import Any
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.float8.recipes import RECIPES
+from dtron.models.config import LayerKind
 from dtron.parallelisms.draw.timelines import Timeline
 from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan.communication import (
@@ -214,7 +215,7 @@ def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> fl
 
 def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
     """Return the seconds of a stage's computation per micro-batch, by kind."""
-    alike: dict[tuple[str, bool, int], Work] = {}
+    alike: dict[tuple[LayerKind, bool, int], Work] = {}
     found: Work = {}
     for index in stage.layers:
         kind = (run.kind(index), run.recomputes(index), run.window(index))

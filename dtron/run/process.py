@@ -14,6 +14,7 @@ import os
 import random
 import re
 import sys
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -234,7 +235,7 @@ def use_compile_cache(folder: str) -> None:
         return
     path = Path(os.path.abspath(os.path.expanduser(folder)))
     try:
-        path.mkdir(parents=True, exist_ok=True)  # check_writable removes one that it created
+        path.mkdir(parents=True, exist_ok=True)
         check_writable(path)
     except OSError as error:
         raise ConfigError(
@@ -248,17 +249,18 @@ def use_compile_cache(folder: str) -> None:
 def check_writable(path: Path) -> None:
     """Write a test file to a directory and remove it. Raises OSError: that fails.
 
-    A directory that does not exist is created and removed.
+    For a directory that does not exist, the nearest parent that exists is tested. Processes of
+    several hosts may test the same directory at the same time.
     """
     if link := dangling_link(path):
         what = "it" if link == path else str(link)
         raise OSError(f"{what} is a link to {os.readlink(link)}, which does not exist")
-    created = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    probe = path / f".write-test-{os.getpid()}"
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    probe = existing / f".write-test-{uuid.uuid4().hex}"
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(existing)) from None
     finally:
-        probe.unlink(missing_ok=True)
-        for folder in created:
-            folder.rmdir()
+        with contextlib.suppress(OSError):  # the error of the write matters
+            probe.unlink()

@@ -27,8 +27,11 @@ MARK = "dtron::"
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """Return a context manager: traces show the time inside it as `dtron::NAME`."""
-    marked = ProfileWindow.is_open or ProfileWindow.nvtx
+    """Return a context manager: traces show the time inside it as `dtron::NAME`.
+
+    The range of a module's backward ends with the phase around it.
+    """
+    marked = ProfileWindow.is_open or ProfileWindow.ranges is not None
     return _marked(MARK + name) if marked else contextlib.nullcontext()
 
 
@@ -38,6 +41,8 @@ def _marked(name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        if ProfileWindow.ranges is not None:
+            ProfileWindow.ranges.end_backward()
         mark.end()
 
 
@@ -51,7 +56,7 @@ class _Mark:
         self._record = record_function(name) if ProfileWindow.is_open else None
         if self._record is not None:
             self._record.__enter__()
-        use_nvtx = ProfileWindow.nvtx and torch.cuda.is_available()
+        use_nvtx = ProfileWindow.ranges is not None and torch.cuda.is_available()
         self._id: Any = torch.cuda.nvtx.range_start(name) if use_nvtx else None
 
     def end(self) -> None:
@@ -74,8 +79,8 @@ class ModuleRanges:
     """
 
     def __init__(self, parts: Iterable[nn.Module], compiled: bool) -> None:
-        self._begun: Counter[nn.Module] = Counter()
-        """Forwards of this step, by part."""
+        self._begun: Counter[int] = Counter()
+        """Forwards of this step, by the id of their part."""
         self._index = 0
         self._backward: _Mark | None = None
         self._open: list[_Mark] = []
@@ -96,12 +101,12 @@ class ModuleRanges:
         self._begun.clear()
         while self._open:
             self._open.pop().end()
-        self._end_backward()
+        self.end_backward()
 
     def _begin_micro_batch(self, part: nn.Module, _: Any) -> None:
-        self._end_backward()
-        self._index = self._begun[part]
-        self._begun[part] += 1
+        self.end_backward()
+        self._index = self._begun[id(part)]
+        self._begun[id(part)] += 1
         self._open.append(_Mark(f"forward, micro-batch {self._index}"))
 
     def _begin_forward(self, fqn: str) -> Any:
@@ -118,7 +123,7 @@ class ModuleRanges:
             index = self._index
 
             def begin(_gradient: Tensor) -> None:
-                self._end_backward()
+                self.end_backward()
                 self._index = index
                 self._backward = _Mark(f"{fqn} backward, micro-batch {index}")
 
@@ -128,7 +133,8 @@ class ModuleRanges:
 
         return hook
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """End the range of the module whose backward runs, if there is one."""
         if self._backward is not None:
             self._backward.end()
             self._backward = None
@@ -144,8 +150,8 @@ class ProfileWindow:
 
     is_open: ClassVar[bool] = False
     """Whether this process is profiling."""
-    nvtx: ClassVar[bool] = False
-    """Whether this process marks ranges for NVTX."""
+    ranges: ClassVar[ModuleRanges | None] = None
+    """The ranges of modules with `metrics.nvtx`; None: modules are not marked, nor NVTX ranges."""
 
     def __init__(
         self,
@@ -160,13 +166,12 @@ class ProfileWindow:
         self.shapes = options.profile_shapes
         self.directory = directory
         self._profile: profile | None = None
-        self._ranges = ModuleRanges(parts, compiled) if options.nvtx else None
-        ProfileWindow.nvtx = options.nvtx
+        ProfileWindow.ranges = ModuleRanges(parts, compiled) if options.nvtx else None
 
     def before(self, step: int) -> None:
         """Start the profiler if this step (1-based) is the first step of the window."""
-        if self._ranges is not None:
-            self._ranges.begin_step()
+        if ProfileWindow.ranges is not None:
+            ProfileWindow.ranges.begin_step()
         if self.first and step == self.first:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -178,8 +183,8 @@ class ProfileWindow:
     def after(self, step: int, final: bool) -> None:
         """Write the trace if this step is the last step of the window or of the run."""
         if self._profile is not None and (step == self.last or final):
-            if self._ranges is not None:
-                self._ranges.begin_step()
+            if ProfileWindow.ranges is not None:
+                ProfileWindow.ranges.begin_step()
             self._profile.stop()
             ProfileWindow.is_open = False
             self.directory.mkdir(parents=True, exist_ok=True)

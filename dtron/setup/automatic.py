@@ -21,6 +21,7 @@ from dtron.config import RunConfig
 from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError
 from dtron.run.process import Place, environment_integer
+from dtron.setup.recompute_policy import choose_policy
 from dtron.setup.rules import ModelCandidate, all_broken
 from dtron.setup.versions import release
 
@@ -249,20 +250,40 @@ class Automatic:
         return f"chosen automatically: {', '.join(shown)}" if shown else ""
 
 
-def choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:
+def without_choices(config: RunConfig) -> Automatic:
+    """Return the config with defaults in place of the value "auto", as on CPUs."""
+    if config.recompute.mode == "auto":
+        config = config.changed(recompute={"mode": "none"})
+    return Automatic(config)
+
+
+def choose(
+    run: ModelCandidate,
+    machine: Machine,
+    used: Callable[[RunConfig], float],
+    seconds: Callable[[RunConfig], float] = lambda _: float("inf"),
+) -> Automatic:
     """Set the automatic keys of a run to values that are legal and fit in memory.
 
     Args:
         run: the run; at a start, a MachineCandidate, so that rules about this machine apply.
         used: predicts the fraction of a GPU's memory that a run reserves; inf: unknown. This is
             slow, so the choices are first made without it and their result is checked once.
+        seconds: predicts the seconds of a step, for `recompute.mode = "auto"`; inf: unknown.
     """
+    is_searched = run.config.recompute.mode == "auto"
+    run = replace(run, config=without_choices(run.config).config)
     if not machine.gpus:
         return Automatic(run.config)
-    together = _choose(run, machine, lambda _: 0.0)
-    if used(together.config) <= 1 - HEADROOM:
-        return together
-    return _choose(run, machine, used)
+    found = _choose(run, machine, lambda _: 0.0)
+    if used(found.config) > 1 - HEADROOM:
+        found = _choose(run, machine, used)
+    if not is_searched:
+        return found
+    changed = replace(run, config=found.config)
+    policy, reason = choose_policy(changed, 1 - HEADROOM, used, seconds)
+    rows = {f"recompute.{key}": {"value": v, "reason": reason} for key, v in policy.items()}
+    return Automatic(found.config.changed(recompute=policy), found.chosen | rows)
 
 
 def _choose(run: ModelCandidate, machine: Machine, used: Callable[[RunConfig], float]) -> Automatic:

@@ -62,6 +62,8 @@ class Float8Plan:
     empty: no input is gathered in float8."""
     scattering: tuple[str, ...] = ()
     """FQNs of the layers whose matmul is fused with a reduce-scatter (`parallel.async_tp`)."""
+    unconverted: tuple[str, ...] = ()
+    """FQNs of the linear layers that are not float8, experts excepted."""
 
     def measured(
         self, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
@@ -259,7 +261,10 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     # the result of each layer.
     gated = model.activation == "swiglu" and config.parallel.tp == 1 and not config.lora.rank
     fused = tuple(select(whole, spec.feed_forward)) if gated else ()
-    plan = Float8Plan(recipe, settings, layer_names(whole, choice), fused)
+    layers = layer_names(whole, choice)
+    linear = (name for name, module in whole.named_modules() if isinstance(module, nn.Linear))
+    unconverted = tuple(name for name in linear if name not in layers)
+    plan = Float8Plan(recipe, settings, layers, fused, unconverted=unconverted)
     if settings.all_gather:
         require_torchao()
     degrees = config.degrees(world_size)

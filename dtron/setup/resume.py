@@ -16,18 +16,19 @@ from pathlib import Path
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from dtron.checkpoint import directory
 from dtron.checkpoint.dcp_storage import corrupt, read_index
-from dtron.checkpoint.directory import (
-    PROBE,
+from dtron.checkpoint.directory import PROBE, complete
+from dtron.checkpoint.find import (
     RESUME,
-    CheckpointMetadata,
+    agree,
     check_agreement,
-    complete,
+    check_content,
     find,
+    newest_good,
 )
 from dtron.checkpoint.initial_weights import InitialWeights
 from dtron.checkpoint.locations import CheckpointLocation, checkpoint_locations, location_of
+from dtron.checkpoint.metadata import CheckpointMetadata, share
 from dtron.config import RunConfig, Train
 from dtron.errors import CheckpointError, ConfigError, DtronError, cause_of
 from dtron.io.filesystem import Location, dangling_link, listed, location
@@ -94,11 +95,11 @@ class ResumeState:
         ranks see different checkpoints.
         """
         if self.found_by_rank_0 and self.checkpoint is not None:
-            return replace(self, checkpoint=directory.share(self.checkpoint, group))
+            return replace(self, checkpoint=share(self.checkpoint, group))
         if self.mode != "latest" or len(self.locations) == 1:
             check_agreement(self.checkpoint, group)
             return self
-        found = directory.agree(self.checkpoint, [each.folder for each in self.locations], group)
+        found = agree(self.checkpoint, [each.folder for each in self.locations], group)
         metadata = read_compatible(config, model, found) if found else None
         return replace(self, checkpoint=found, metadata=metadata)
 
@@ -117,7 +118,7 @@ class ResumeState:
         if not config.checkpoint.verify:
             return self
         if self.mode != "latest":
-            directory.check_content(self.checkpoint, group, RESUME)
+            check_content(self.checkpoint, group, RESUME)
             return self
         checkpoint = newest_intact(self.locations, self.checkpoint, group)
         metadata = read_compatible(config, model, checkpoint)
@@ -192,7 +193,7 @@ def newest_intact(
     """
     while damaged := corrupt(checkpoint, read_index(checkpoint).files, group):
         log.warning("%s: %s; looking for an older checkpoint", checkpoint, ", ".join(damaged))
-        older = directory.newest_good([each.folder for each in locations], after=checkpoint)
+        older = newest_good([each.folder for each in locations], after=checkpoint)
         assert older is not None, "newest_good raises if no checkpoint is left"
         checkpoint = older
         check_agreement(checkpoint, group)

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from dtron.checkpoint.directory import CheckpointMetadata, check_model, read_metadata
 from dtron.checkpoint.initial_weights import LORA_KEYS
+from dtron.checkpoint.metadata import CheckpointMetadata, check_model, read_metadata
 from dtron.config import Float8, RunConfig, Schedule, fields
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data.sources import CONTENT, ORDER

@@ -338,6 +338,13 @@ def _other_images(run: ModelCandidate) -> Iterator[str]:
             yield f"data.{key} = {found} differs from the model's {value}; use {value}"
 
 
+def _own_tokens(run: ModelCandidate) -> int:
+    """Return the number of tokens of a sequence that a rank holds between blocks."""
+    parallel = run.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    return run.train.seq_len // (parallel.cp * tp)
+
+
 def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each name in recompute.modules that no block of a Decoder has."""
     model, recompute = run.model, run.config.recompute
@@ -506,6 +513,22 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     ),
     Rule("recompute.modules model.name", finds_none(_unknown_modules)),
     Rule(
+        "recompute.ffn_chunks model.name model.override",
+        lambda c: c.config.recompute.ffn_chunks == 1 or c.model.n_dense_layers > 0,
+        "recompute.ffn_chunks = {c.config.recompute.ffn_chunks}: all blocks of the model have "
+        'experts, which chunks do not change; use recompute.modules = ["ffn.experts"], or leave '
+        "the key out",
+    ),
+    Rule(
+        "recompute.ffn_chunks train.seq_len parallel.cp parallel.tp",
+        lambda c: c.config.recompute.ffn_chunks <= _own_tokens(c),
+        lambda c: (
+            f"recompute.ffn_chunks = {c.config.recompute.ffn_chunks} is more than the "
+            f"{_own_tokens(c)} tokens of a sequence on a rank (train.seq_len / (parallel.cp x "
+            "parallel.tp)); use at most that many"
+        ),
+    ),
+    Rule(
         "parallel.cp_method parallel.cp_inner parallel.cp parallel.tp model.override",
         finds_none(_heads_over_cp),
     ),
@@ -608,6 +631,17 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
 """Rules for runs with a float8 recipe."""
 
 
+def _adds_in_no_matmul(run: ModelCandidate) -> bool:
+    """Whether parallel.accumulate_in_matmul finds no matmul that can add to a float32 sum."""
+    plan, config = run.float8, run.config
+    if not config.parallel.accumulate_in_matmul or plan is None:
+        return False
+    if plan.recipe.grad_weight is None or config.float8.filter == "auto":
+        return False
+    computed_in_loss = {run.spec.head[-1]} if config.train.loss_chunks > 1 else set()
+    return not set(plan.unconverted) - computed_in_loss
+
+
 def _lora_modules(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each pattern of lora.modules without a layer, and for wrong ranks."""
     lora, name = run.config.lora, run.config.model.name
@@ -673,6 +707,14 @@ def _narrow_blocks(run: ModelCandidate) -> Iterator[str]:
 
 LAYERS: tuple[Rule[ModelCandidate], ...] = (
     Rule("float8.recipe float8.filter float8.skip", passes(lambda c: c.float8)),
+    Rule(
+        "parallel.accumulate_in_matmul float8.recipe float8.filter float8.skip float8.output "
+        "train.loss_chunks",
+        lambda c: not _adds_in_no_matmul(c),
+        "parallel.accumulate_in_matmul has no effect: all weight gradients are float8 matmuls or "
+        "computed by the chunked loss (train.loss_chunks = {c.train.loss_chunks}), and neither can "
+        'add to a float32 sum; leave it out, or use float8.recipe = "rowwise_with_gw_hp"',
+    ),
     Rule("lora.modules lora.rank lora.dora parallel.pp train.dtype", finds_none(_lora_modules)),
     Rule(
         "lora.rank model.override",
@@ -733,6 +775,17 @@ def _without_gpus(run: MachineCandidate) -> Iterator[str]:
         yield f"{key} = {value!r} needs GPUs; this machine has none"
 
 
+def _marks_nothing(run: MachineCandidate) -> Iterator[str]:
+    """Yield an error if neither Nsight Systems nor a profile can show the marks of modules."""
+    metrics = run.config.metrics
+    if metrics.nvtx and run.device.type != "cuda" and not metrics.profile_start:
+        yield (
+            "metrics.nvtx = true has no effect: this machine has no GPUs, and "
+            "metrics.profile_start = 0 records no profile; set metrics.profile_start, or leave "
+            "metrics.nvtx out"
+        )
+
+
 def check_dispatcher(run: MachineCandidate) -> None:
     """Raise ConfigError if this machine does not support the dispatcher."""
     if run.parallel.dispatcher == "deepep":
@@ -756,6 +809,7 @@ def _without_fla(run: MachineCandidate) -> Iterator[str]:
 
 MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule(_ON_GPUS, finds_none(_without_gpus)),
+    Rule("metrics.nvtx metrics.profile_start", finds_none(_marks_nothing)),
     Rule("model.override", finds_none(_without_fla)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),

@@ -147,7 +147,9 @@ class ModelBuilder:
         if chunks == 1:
             return None
         *_, head = model_spec(self.config.model.name).head
-        return head, ChunkedLoss(chunks, self._vocabulary(), compile)
+        return head, ChunkedLoss(
+            chunks, self._vocabulary(), compile, self.setup.config.logit_softcap
+        )
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from torch.nn import functional as F
 
 from dtron.config import Compile
 from dtron.kernels.accumulate import multiply_into
+from dtron.models.layers import soft_cap
 from dtron.parallelisms.functional_collectives import all_reduce, wait_tensor
 
 IGNORE = -100
@@ -102,6 +103,7 @@ class ChunkedLoss:
             there are fewer chunks.
         vocabulary: this rank's shard, with two all-reduces per chunk; None: not sharded.
         compile: whether and how to compile the loss of one chunk.
+        cap: soft cap of the logits; 0: off.
     """
 
     def __init__(
@@ -109,9 +111,12 @@ class ChunkedLoss:
         chunks: int,
         vocabulary: VocabularyShard | None = None,
         compile: Compile = Compile(),
+        cap: float = 0.0,
     ) -> None:
         self.chunks = chunks
-        self.per_chunk: _PerChunk = functools.partial(_loss_of_chunk, vocabulary=vocabulary)
+        self.per_chunk: _PerChunk = functools.partial(
+            _loss_of_chunk, vocabulary=vocabulary, cap=cap
+        )
         if compile.enable:
             self.per_chunk = torch.compile(
                 self.per_chunk, backend=compile.backend, fullgraph=True, dynamic=False
@@ -163,12 +168,12 @@ def _objective(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _PerChunk(Protocol):
-    """`_loss_of_chunk` with a fixed `vocabulary`, compiled or not."""
+    """`_loss_of_chunk` with a fixed `vocabulary` and `cap`, compiled or not."""
 
     def __call__(
         self, logits: Tensor, labels: Tensor, factor: Tensor | None, gradient: bool, /
     ) -> Tensor:
-        """Do what `_loss_of_chunk` does, for this vocabulary."""
+        """Do what `_loss_of_chunk` does, for this vocabulary and cap."""
         ...
 
 
@@ -178,18 +183,22 @@ def _loss_of_chunk(
     factor: Tensor | None,
     gradient: bool,
     vocabulary: VocabularyShard | None,
+    cap: float,
 ) -> Tensor:
     """Compute the losses (n,) of the tokens of logits (n, V / tp).
 
     Args:
         factor: factor of the gradient; None: 1.
         gradient: overwrite the logits with their gradient, times `factor`.
+        cap: soft cap of the logits; 0: off.
     """
-    losses, top, total = _token_losses(logits, labels, vocabulary)
+    z = soft_cap(_upcast(logits), cap) if cap else logits
+    losses, top, total = _token_losses(z, labels, vocabulary)
     if gradient:
         token_grads = (labels != IGNORE).to(losses.dtype)
         token_grads = token_grads if factor is None else token_grads * factor
-        logits.copy_(_logits_gradient(logits, labels, top, total, token_grads, vocabulary))
+        grad = _logits_gradient(z, labels, top, total, token_grads, vocabulary)
+        logits.copy_(grad * (1 - (z / cap).square()) if cap else grad)
     return losses
 
 

@@ -4,13 +4,9 @@ import logging
 from collections.abc import Sequence
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    check_agreement,
-    newest_good,
-    read_metadata,
-)
+from dtron.checkpoint.find import check_agreement, newest_good
 from dtron.checkpoint.locations import CheckpointLocation
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata
 from dtron.config import Faults
 from dtron.errors import CheckpointError, TrainingError
 from dtron.faults.spikes import Spike
@@ -65,7 +61,7 @@ class Rollback:
         """Return the newest intact checkpoint of a step before `step`, with its metadata."""
         path = newest_good([each.folder for each in self.locations], below=step)
         if path is None:
-            raise CheckpointError(f"no checkpoint is older than step {step}")
+            raise CheckpointError(f"no checkpoint before step {step} to roll back to")
         check_agreement(path, self.checkpointer.group)
         path = newest_intact(self.locations, path, self.checkpointer.group)
         return path, read_metadata(path)

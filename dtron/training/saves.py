@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import CheckpointMetadata
+from dtron.checkpoint.metadata import CheckpointMetadata
 from dtron.faults.signals import StopSignal
 
 

@@ -13,13 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    abandon_after,
-    write_metadata,
-)
+from dtron.checkpoint.directory import abandon_after
 from dtron.checkpoint.initial_weights import InitialWeights, load_initial
 from dtron.checkpoint.locations import location_of
+from dtron.checkpoint.metadata import CheckpointMetadata, write_metadata
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate
 from dtron.data import Batch, DocumentSource, Loader
@@ -58,7 +55,7 @@ from dtron.run.rendezvous import Rendezvous, meet
 from dtron.run.step_times import StepTimes
 from dtron.run.trackers import Trackers, trackers_of
 from dtron.setup.agreement import check_agreement_of_ranks, common_to_ranks
-from dtron.setup.automatic import Automatic
+from dtron.setup.automatic import Automatic, without_choices
 from dtron.setup.preflight import preflight
 from dtron.setup.resume_checks import (
     model_metadata,
@@ -148,7 +145,7 @@ class Trainer:
             self.rendezvous = meet(self.place, config.parallel.timeout_seconds)
         self.attempts.met(self.rendezvous.token)
         own = (config, self.place, self.rendezvous)
-        self.automatic = choose(*own) if choose else Automatic(config)
+        self.automatic = choose(*own) if choose else without_choices(config)
         self.config = config = self.automatic.config
         if line := self.automatic.line():
             log.info("%s", line)

@@ -58,7 +58,10 @@ class Policy:
 
     @classmethod
     def resolve(cls, parallel: Parallel, sharded: bool) -> "Policy":
-        """Return the policy of `zero` and `reduce`; unsharded parameters are never freed."""
+        """Return the policy that `parallel.zero` and `parallel.reduce` define.
+
+        Without sharding, each rank keeps all parameters, so none are freed.
+        """
         return cls(
             reshard_after_forward=parallel.zero == 3 and sharded,
             keep_gathered=parallel.zero < 3 or not sharded,

@@ -74,7 +74,15 @@ def test_options_that_set_a_key_exist(key: str) -> None:
 @pytest.mark.parametrize("key", ["run.dir", "train.steps", "metrics.profile_start", *FORCED])
 def test_keys_of_the_bench_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        bench_config(QUICKSTART, [f"{key}=1"], Options(ranks=1), tmp_path)
+        bench_config(QUICKSTART, [f"{key}=7"], Options(ranks=1), tmp_path)
+
+
+def test_values_that_the_bench_sets_anyway_are_accepted(tmp_path: Path) -> None:
+    same = ["train.eval_sequences=0", "train.epochs=0", "checkpoint.last=false"]
+    config, _ = bench_config(QUICKSTART, same, Options(ranks=1), tmp_path)
+    assert config == bench_config(QUICKSTART, [], Options(ranks=1), tmp_path)[0]
+    with pytest.raises(ConfigError, match=r"train\.eval_sequences is set by dtron bench"):
+        bench_config(QUICKSTART, ["train.eval_sequences=8"], Options(ranks=1), tmp_path)
 
 
 def test_a_refused_point_starts_nothing(tmp_path: Path) -> None:

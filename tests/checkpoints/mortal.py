@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from dtron.checkpoint.async_staging import Staging
-from dtron.checkpoint.directory import METADATA
+from dtron.checkpoint.metadata import METADATA
 from dtron.config import RunConfig
 from dtron.training.trainer import Trainer
 

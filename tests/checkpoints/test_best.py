@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from dtron import cli
 from dtron.checkpoint import directory
-from dtron.checkpoint.directory import complete, find_weights, read_metadata
+from dtron.checkpoint.directory import complete
+from dtron.checkpoint.find import find_weights
+from dtron.checkpoint.metadata import read_metadata
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError
 from dtron.training.callbacks import Callback

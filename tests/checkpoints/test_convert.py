@@ -234,7 +234,7 @@ def test_another_model_and_another_folder_are_refused(tmp_path: Path, llama: Pat
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match=r"set model\.override\.vocab_size=265"):
         Trainer(tiny(run, checkpoint__initial=str(llama)))
-    with pytest.raises(CheckpointError, match=r"is a llama, not a qwen3; set model\.name=llama"):
+    with pytest.raises(CheckpointError, match=r"llama, not of qwen3; set model\.name=llama"):
         Trainer(tiny(run, checkpoint__initial=str(llama), model__name="qwen3"))
     with pytest.raises(CheckpointError, match="neither a Hugging Face folder"):
         Trainer(tiny(run, checkpoint__initial=str(tmp_path)))

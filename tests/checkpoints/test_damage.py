@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtron.checkpoint.directory import read_metadata, write_metadata
+from dtron.checkpoint.metadata import read_metadata, write_metadata
 from dtron.errors import CheckpointError
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks

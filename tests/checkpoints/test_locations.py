@@ -18,22 +18,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dtron.checkpoint import directory as published
 from dtron.checkpoint import save as saving
 from dtron.checkpoint.convert import convert_parser, to_hf_from
 from dtron.checkpoint.dcp_storage import ShardReader, read_index, tiling_error
 from dtron.checkpoint.directory import (
-    CheckpointMetadata,
-    agree,
+    abandon_after,
     commit,
     complete,
+    delete_checkpoint,
     delete_old,
-    newest_good,
     prepare_folder,
-    problem,
-    step_of,
 )
+from dtron.checkpoint.find import agree, find_weights, newest_good, problem
 from dtron.checkpoint.locations import checkpoint_locations
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata, step_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io import filesystem as files
@@ -184,11 +182,11 @@ def test_a_link_to_another_runs_checkpoint_is_removed_and_not_followed(tmp_path:
     assert not old.is_symlink()
     assert not incomplete.is_symlink()
     newer = link(4)
-    published.abandon_after(folder, 3)
+    abandon_after(folder, 3)
     assert not newer.is_symlink()
     prepare_folder(link(5, to=9))
     assert not (folder / "step-5").is_symlink()
-    published.delete_checkpoint(link(6))
+    delete_checkpoint(link(6))
     assert not (folder / "step-6").is_symlink()
     assert {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()} == before
 
@@ -202,10 +200,10 @@ def test_a_checkpoint_in_a_folder_of_another_step_is_damaged(tmp_path: Path) -> 
     assert wrong.endswith("dtron.json is of step 3; rename the folder to step-3")
     assert newest_good([tmp_path]) == tmp_path / "step-2"
     (tmp_path / "step-2").rename(tmp_path / "best")
-    assert published.find_weights(tmp_path / "best") == tmp_path / "best"
+    assert find_weights(tmp_path / "best") == tmp_path / "best"
     weights = make(tmp_path, 7)
     commit(weights, CheckpointMetadata.of_weights({}, 1))
-    assert published.find_weights(weights) == weights
+    assert find_weights(weights) == weights
 
 
 def test_a_checkpoint_whose_latest_cannot_be_written_is_committed(
@@ -228,7 +226,7 @@ def test_files_of_a_checkpoint_are_not_written_through_what_is_there(
     for name in ("latest.partial", "step-1/dtron.json.partial", "step-1/abandoned.json.partial"):
         put(kind, tmp_path / "own" / name, victim)
     commit(path, facts(1))
-    published.abandon_after(path.parent, 0)
+    abandon_after(path.parent, 0)
     assert victim.read_text() == "theirs"
 
 
@@ -265,7 +263,7 @@ def test_malformed_metadata_is_damage_in_one_line(
     assert problem(path) is None
     commit(path, replace(facts(1), **changes))
     with pytest.raises(CheckpointError, match=rf"dtron.json is damaged: {wrong}") as error:
-        published.read_metadata(path)
+        read_metadata(path)
     assert "\n" not in str(error.value)
 
 
@@ -603,7 +601,7 @@ def test_a_store_shows_a_checkpoint_when_its_manifest_is_there() -> None:
     commit(path, facts(2))
     assert complete(folder) == [path]
     assert newest_good([folder]) == path
-    published.abandon_after(folder, 1)
+    abandon_after(folder, 1)
     assert complete(folder) == []
     prepare_folder(folder / "step-3")
     assert files.names_in(path)  # what was abandoned is there until the next one is

@@ -18,7 +18,8 @@ from dtron.checkpoint import dcp_storage as storage
 from dtron.checkpoint import save as saving
 from dtron.checkpoint.async_staging import SharedMemory, Staging
 from dtron.checkpoint.checkpointer import Checkpointer
-from dtron.checkpoint.directory import complete, step_of
+from dtron.checkpoint.directory import complete
+from dtron.checkpoint.metadata import step_of
 from dtron.checkpoint.save_plan import CachedSavePlanner
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.writer_process import WriterProcess

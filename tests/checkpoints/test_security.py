@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtron.checkpoint.directory import CheckpointMetadata, read_metadata, write_metadata
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata, write_metadata
 from dtron.errors import CheckpointError, DtronError
 from dtron.io.filesystem import plain_name
 from dtron.models import from_hf

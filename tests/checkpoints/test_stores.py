@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
-from dtron.checkpoint.directory import complete, problem, step_of
+from dtron.checkpoint.directory import complete
+from dtron.checkpoint.find import problem
+from dtron.checkpoint.metadata import step_of
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
 from dtron.io.filesystem import location

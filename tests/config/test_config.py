@@ -183,7 +183,7 @@ def test_degrees_fill_up_to_the_world_size() -> None:
             "parallel.dispatcher=symmetric_memory",
             "no effect without parallel.ep > 1 or parallel.etp > 1",
         ),
-        ("parallel.ep_capacity=3.0", "no effect without parallel.dispatcher"),
+        ("parallel.ep_capacity=3.0", "no effect without parallel.ep > 1 and parallel.dispatcher"),
         ("parallel.cp_inner=2", "no effect without parallel.cp_method"),
         ("parallel.schedule=GPipe", "no effect without parallel.pp > 1"),
         ("parallel.stages_per_rank=2", "no effect without parallel.pp > 1"),
@@ -409,6 +409,17 @@ def test_keys_of_adapters_that_cannot_act_are_refused(
         resolve(load(tmp_path, "[lora]\nrank = 4", *override.split()), 2)
     assert message in str(error.value)
     assert load(tmp_path, "[lora]\nrank = 4").lora.scale == 4.0
+
+
+def test_a_capacity_needs_several_groups_of_experts(tmp_path: Path) -> None:
+    """With ep = 1 no rank can receive more tokens than even loads send it."""
+    size = 'model.name="mixtral" parallel.etp=2 parallel.dp_shard=2 parallel.ep_capacity=3'
+    for dispatcher in ("symmetric_memory", "bounded_all_to_all"):
+        overrides = f"{size} parallel.dispatcher={dispatcher}".split()
+        with pytest.raises(
+            ConfigError, match=r"ep_capacity = 3\.0 has no effect without parallel\.ep"
+        ):
+            resolve(load(tmp_path, "", *overrides), 2)
 
 
 def test_groups_of_parameters_are_written_as_tables(tmp_path: Path) -> None:

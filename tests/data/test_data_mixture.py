@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtron.checkpoint.directory import read_metadata
+from dtron.checkpoint.metadata import read_metadata
 from dtron.config import RunConfig
 from dtron.data import Loader, mixture, open_all
 from dtron.data.command import main

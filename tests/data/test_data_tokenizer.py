@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtron.checkpoint.convert import _named_tokenizer, data_of_run, to_hf_from, trained_tokenizer
-from dtron.checkpoint.directory import CheckpointMetadata, write_metadata
+from dtron.checkpoint.metadata import CheckpointMetadata, write_metadata
 from dtron.config import Data, RunConfig
 from dtron.config.setting_rules import Candidate, broken_settings
 from dtron.data.tokenizer import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dtron.checkpoint.directory import read_metadata, write_metadata
+from dtron.checkpoint.metadata import read_metadata, write_metadata
 from dtron.config import RunConfig
 from dtron.data import open_data, sources
 from dtron.data.corpus import tokenize
@@ -187,7 +187,10 @@ def test_tokens_end_the_run(tmp_path: Path, corpus: dict) -> None:
     assert (found.train.steps, found.train.tokens) == (3, 0)
     assert cost(Resolved.of(tiny(tmp_path, **settings), 1), 1.0, 0)["steps"] == 2 + 1 / 256
     for more in ({"train__steps": 4}, {"train__epochs": 1.0}):
-        with pytest.raises(ConfigError, match=r"train\.tokens = 513 and .* both say when the run"):
+        with pytest.raises(
+            ConfigError,
+            match=r"tokens = 513 and .* both set .*on the command line, train\.tokens= or",
+        ):
             preflight(tiny(tmp_path / "run", **settings | more), PLACE)
 
 
@@ -202,7 +205,7 @@ def test_epochs_end_the_run_and_its_schedule(tmp_path: Path, corpus: dict) -> No
     assert (config.train.steps, config.train.epochs) == (-(-3 * length // 16), 0)
     assert rows(tmp_path / "run")[-1]["step"] == config.train.steps
     steps = tiny(tmp_path / "steps", **{**settings, "train__steps": config.train.steps})
-    with pytest.raises(ConfigError, match="both say when the run ends"):
+    with pytest.raises(ConfigError, match="both set the end of the run"):
         preflight(steps, PLACE)
     for key in ("metrics__profile_start", "faults__verify_step"):
         with pytest.raises(ConfigError, match="after the last step"):

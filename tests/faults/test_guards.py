@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtron.checkpoint.directory import read_metadata
+from dtron.checkpoint.metadata import read_metadata
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, TrainingError
 from dtron.faults.corruption import bit_hash

@@ -2,7 +2,11 @@
 
 import gc
 import json
+import re
+from html import escape
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,15 @@ from torch import nn
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.faults.memory_table import SavedTensors, read_table, write_snapshot
+from dtron.faults.memory_table import (
+    CLASSES,
+    MemoryTable,
+    SavedTensors,
+    read_table,
+    write_snapshot,
+)
 from dtron.plan import activations
+from dtron.plan.memory_page import page
 from dtron.plan.run_shape import Resolved
 from tests.harness import run_ranks
 from tests.training.test_trainer import fit, tiny
@@ -66,8 +77,13 @@ def test_a_step_is_recorded_and_shown_next_to_its_plan(
     tables = [read_table(run / f"memory/rank-{rank}.json") for rank in range(2)]
     config = RunConfig.load(run / "config.toml")
     shape = Resolved.of(config, 2)
-    assert commands(["memory", str(run)]) == 0
+    drawn = tmp_path / "memory.html"
+    assert commands(["memory", str(run), "--page", str(drawn)]) == 0
     printed = capsys.readouterr().out
+    shown = drawn.read_text(encoding="utf-8")
+    assert shown.count("<svg") == 2
+    assert "planned" in shown
+    assert "blocks.0.attn.wq.weight" in shown
     for table, planned in zip(tables, shape.stages, strict=True):
         totals = table.totals
         assert totals["parameters"] == totals["gradients"] > 0
@@ -80,6 +96,34 @@ def test_a_step_is_recorded_and_shown_next_to_its_plan(
         assert f"memory of rank {table.rank}, step 2; then as planned" in printed
     assert commands(["memory", str(tmp_path)]) == 1
     assert "has no tables; set metrics.memory_snapshot" in capsys.readouterr().err
+
+
+class Page(HTMLParser):
+    """Names of all elements, and the text of each chart's titles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append(tag)
+        assert not {name for name, _ in attrs} & {"src", "href", "onload"}
+
+
+def test_a_page_of_hostile_names_is_only_text() -> None:
+    """Names in a table are anyone's who can write to the run; nothing is loaded from elsewhere."""
+    bad = '"><script src=x>alert(1)</script>&'
+    classes = {name: {f"blocks.0.{bad}": 3 * 2**30} for name in CLASSES}
+    table = MemoryTable(bad, 0, 0, 1, {**classes, bad: {bad: 1}}, peak=2**36, reserved=2**36)
+    text = page(bad, [(table, {"parameters": 2.0**31, bad: 1.0})])
+    assert "script" not in Page(text).elements
+    assert bad not in text
+    assert escape(bad) in text
+    widths = [float(n) for n in re.findall(r'width="([\d.]+)" height="21" fill="#3d7fd0"', text)]
+    # A class of the same colour in both bars, to one scale.
+    assert widths[0] / widths[1] == pytest.approx(1.5, rel=0.01)
+    assert page("empty", [(MemoryTable("step 1", 0, 0, 1, {}), {})])
 
 
 @pytest.mark.gpu

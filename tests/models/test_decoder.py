@@ -17,7 +17,7 @@ from dtron.parallelisms.pipeline.stages import take_stage
 from tests.models.build import initialized, small_config, tokens, varied
 
 NAMES = [name for name, spec in MODELS.items() if not spec.sizes["debug"].vision_layers]
-DENSE = ("llama", "qwen3", "qwen3_5", "gpt")
+DENSE = ("llama", "qwen3", "qwen3_5", "gemma3", "gpt")
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 
 
@@ -61,14 +61,15 @@ def test_names_are_fixed(name):
     assert ("blocks.0.ffn.down.weight" in fqns) == (name in (*DENSE, "deepseek_v3"))
     assert fqns >= mixture if name not in DENSE else not fqns & mixture
     assert ("blocks.0.ffn.gate.weight" in fqns) == (
-        name in ("llama", "qwen3", "qwen3_5", "deepseek_v3")
+        name in ("llama", "qwen3", "qwen3_5", "gemma3", "deepseek_v3")
     )
-    assert ("blocks.1.attn.q_norm.weight" in fqns) == (name.startswith("qwen3"))
-    assert ("blocks.0.delta.w_qkv.weight" in fqns) == (name == "qwen3_5")
-    assert ("blocks.1.ffn.shared.up.weight" in fqns) == (name == "deepseek_v3")
+    assert ("blocks.1.attn.q_norm.weight" in fqns) == (name.startswith(("qwen3", "gemma3")))
+    assert ("blocks.1.ffn_post_norm.weight" in fqns) == (name == "gemma3")
+    assert ("blocks.0.delta.w_qkv.weight" in fqns) == name.startswith("qwen3_5")
+    assert ("blocks.1.ffn.shared.up.weight" in fqns) == (name in ("deepseek_v3", "qwen3_5_moe"))
     assert ("blocks.1.ffn.experts.down_bias" in fqns) == (name == "gpt_oss")
     assert ("position_embed.weight" in fqns) == (name == "gpt")
-    assert ("head.weight" in fqns) == (name not in ("gpt", "qwen3", "qwen3_5"))
+    assert ("head.weight" in fqns) == (name not in ("gpt", "qwen3", "qwen3_5", "gemma3"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,7 +123,7 @@ def test_learned_positions_have_an_end():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_initialisation_by_name(name):
-    bias = name != "qwen3_5"  # refuses them
+    bias = not name.startswith("qwen3_5")  # refuses them
     config = small_config(name, dim=128, bias=bias, norm_zero_centered=name == "llama")
     model = build_model(name, config, BACKENDS["math"])
     for fqn, parameter in model.named_parameters():
@@ -149,7 +150,7 @@ def test_initialisation_by_name(name):
 @pytest.mark.parametrize("cut", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_chained_equal_the_whole(name, cut):
-    dropout = {"dropout": 0.2} if name == "gpt_oss" else DROPOUT
+    dropout = {"dropout": 0.2} if name in ("gpt_oss", "gemma3") else DROPOUT
     config = small_config(name, n_layers=4, **dropout)
     whole = varied(initialized(name, config))
     layers = [f"blocks.{layer}" for layer in range(4)]
@@ -223,6 +224,7 @@ def compiled_blocks(model: Decoder) -> CompileCounterWithBackend:
         ("qwen3", {"norm_zero_centered": True}),
         ("gpt", {}),
         ("llama", DROPOUT),
+        ("llama", {"post_norms": True}),
         ("gpt", {"activation": "geglu", "dropout": 0.1}),
         ("mixtral", {"z_loss": 0.1}),
         ("qwen3_moe", {"balance": "global_batch", "jitter": 0.1}),
@@ -257,7 +259,7 @@ def test_blocks_compile_with_grouped_products(name):
         assert (found[fqn].float() - tensor.float()).norm() < 0.02 * scale, fqn
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5", "gemma3"])
 def test_kinds_of_blocks_compile_once_each(name):
     model = varied(initialized(name, small_config(name, n_layers=6), BACKENDS["sdpa"]))
     counter = compiled_blocks(model)

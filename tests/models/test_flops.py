@@ -7,6 +7,7 @@ from dtron.data import Batch
 from dtron.models import BACKENDS, MODELS, build_model, model_config
 from dtron.models.flops import (
     FlopsModel,
+    attended_by_layers,
     flops_per_token,
     n_active_parameters,
     n_parameters,
@@ -101,6 +102,8 @@ def test_parameters_of_other_mixtures():
     assert_counted("qwen3_moe", shared, "debug")
     assert_counted("deepseek_v3", {"q_lora_rank": 0, "bias": True, "tied": True}, "debug")
     assert_counted("deepseek_v3", {"mtp": 2, "norm": "layernorm", "tied": True}, "debug")
+    assert_counted("qwen3_5_moe", {"mtp": 1}, "debug")
+    assert_counted("qwen3_5", {"mtp": 1}, "debug")
     assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 
@@ -125,6 +128,8 @@ def test_windows_of_a_part_of_the_layers_are_counted():
     assert attended_length([batch], (0, 0)) == 8
     windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
     assert attended_length([batch], (2,)) == windowed
+    assert attended_by_layers(8, (2,)) == windowed
+    assert attended_by_layers(8, (2, 0, 9)) == (windowed + 16) / 3
     assert attended_length([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
 
 

@@ -42,10 +42,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": SMALL,
     "qwen3_5": {**SMALL, **DELTA, "num_hidden_layers": 4},
+    # transformers gives no gradient to the padding token
+    "gemma3": {**SMALL, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"query_pre_attn_scalar": 12, "pad_token_id": None},
     "gpt": GPT2,
     "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
     # intermediate_size, which no layer has, is as wide as the experts of a token
     "qwen3_moe": {**SMALL, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 24},
+    "qwen3_5_moe": {
+        **{k: v for k, v in SMALL.items() if k != "intermediate_size"},
+        **{**EXPERTS, **DELTA, "num_hidden_layers": 4, "num_experts": 6},
+        **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48},
+    },
     "deepseek_v3": {
         **{**SMALL, **EXPERTS, **LATENT},
         "n_routed_experts": 8,
@@ -80,6 +89,20 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
         | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 1}
         | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
+    ("gemma3", "plain", {}),
+    (
+        "gemma3",
+        "untied",
+        {"tie_word_embeddings": False, "final_logit_softcapping": 3.0, "num_key_value_heads": 1}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 50.0},
+    ),
+    ("gemma3", "all windows", {"layer_types": ["sliding_attention"] * 4, "rope_theta": 500.0}),
+    ("gemma3", "no windows", {"layer_types": ["full_attention"] * 4, "sliding_window": 4096}),
+    (
+        "llama",
+        "linear",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    ),
     ("gpt", "tied", {}),
     ("gpt", "untied", {"tie_word_embeddings": False, "n_inner": 80}),
     ("mixtral", "plain", {"head_dim": 8}),
@@ -87,6 +110,13 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "plain", {"head_dim": 16, "norm_topk_prob": True}),
     ("qwen3_moe", "not renormalised", {"head_dim": 8, "num_key_value_heads": 1}),
     ("qwen3_moe", "window", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7}),
+    ("qwen3_5_moe", "plain", {}),
+    (
+        "qwen3_5_moe",
+        "tied",
+        {"tie_word_embeddings": True, "num_experts_per_tok": 3, "num_key_value_heads": 1}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     ("deepseek_v3", "plain", {}),
     (
         "deepseek_v3",
@@ -116,17 +146,22 @@ CLASSES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
     "qwen3_5": "Qwen3_5",
+    "gemma3": "Gemma3",
     "gpt": "GPT2",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
 }
 
 
+HYBRIDS = [name for name in CLASSES if name.startswith("qwen3_5")]
+
+
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    suffix = "TextConfig" if name == "qwen3_5" else "Config"
+    suffix = "TextConfig" if name.startswith(("qwen3_5", "gemma3")) else "Config"
     config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -194,19 +229,91 @@ def test_logits_and_gradients_equal_those_of_transformers(
         assert (written[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
 
 
-def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
-    """As released: the config inside, tensors of vision and of a second token besides."""
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
-    config = transformers.Qwen3_5Config(text_config=SHAPES["qwen3_5"], vision_config=vision)
-    theirs = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+VISION = {"hidden_size": 32, "intermediate_size": 32}
+QWEN_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+MULTIMODAL = {
+    **dict.fromkeys(HYBRIDS, QWEN_VISION),
+    "gemma3": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+}
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path, name: str) -> None:
+    """As transformers writes them: the config inside, tensors of vision besides, and no weights of
+    the MTP layer that the config of a hybrid has."""
+    text = {**SHAPES[name], **({"mtp_num_hidden_layers": 1} if name in HYBRIDS else {})}
+    kind = getattr(transformers, f"{CLASSES[name]}Config")
+    config = kind(text_config=text, vision_config={**VISION, **MULTIMODAL[name]})
+    theirs = getattr(transformers, f"{CLASSES[name]}ForConditionalGeneration")(config).eval()
     theirs.save_pretrained(tmp_path / "hf")
-    file = tmp_path / "hf" / "model.safetensors"
-    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2)}, file)
     ours = from_hf(tmp_path / "hf", attention="math")
     x = tokens(length=40)
     torch.testing.assert_close(ours(x), theirs(input_ids=x).logits, rtol=1e-4, atol=1e-5)
     assert ours.config.tied == config.tie_word_embeddings  # type: ignore[union-attr]
+    assert ours.config.mtp == 0  # type: ignore[union-attr]
+
+
+def mtp_of(main: Any) -> Any:
+    """The MTP layer of a folder as transformers reads it, which knows no key of Qwen3.5 for it."""
+    text = main.config.get_text_config()
+    text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
+    return transformers.modeling_layers.MtpModel.from_pretrained(main).eval()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_mtp_of_qwen3_5_equals_transformers(tmp_path: Path, name: str) -> None:
+    """By the published names: logits of the second token, and gradients of the MTP layer."""
+    config = small_config(name, mtp=1, tied=False, norm_eps=1e-3)
+    ours = varied(initialized(name, config)).eval()
+    to_hf(ours, tmp_path / "hf", name=name)
+    main = loaded(getattr(transformers, f"{CLASSES[name]}ForCausalLM"), tmp_path / "hf")
+    theirs, x = mtp_of(main), tokens()
+    hidden, at = main.model(x).last_hidden_state[:, :-1], torch.arange(x.shape[1] - 1)[None]
+    wanted = main.lm_head(theirs.forward_layer(0, hidden, at, None, input_ids=x[:, 1:]))
+    ahead = torch.nn.functional.pad(x[:, 1:], (0, 1)).unsqueeze(-1)
+    found = ours(x, mtp_tokens=ahead)[1][:, :-1]
+    assert (found - wanted).norm() / wanted.norm() < 1e-5
+    direction = torch.randn(wanted.shape)
+    for logits in (found, wanted):
+        (logits * direction).sum().backward()
+    for parameter in ours.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    to_hf(ours, tmp_path / "gradients", name=name)
+    written = mtp_of(loaded(type(main), tmp_path / "gradients"))
+    gradients = {key: p.grad for key, p in theirs.layers.named_parameters()}
+    assert len(gradients) == {"qwen3_5": 15, "qwen3_5_moe": 19}[name]  # as released
+    for key, parameter in written.layers.named_parameters():
+        assert (parameter - gradients[key]).norm() <= 1e-5 * gradients[key].norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("fused", [("model.",), ("model.", "mtp.")], ids=["3.5", "3.6"])
+def test_released_layouts_of_experts_are_read(tmp_path: Path, fused: tuple[str, ...]) -> None:
+    """All experts of a layer in two tensors; those of MTP one by one (Qwen3.5) or too (3.6)."""
+    config = small_config("qwen3_5_moe", mtp=1)
+    model = varied(initialized("qwen3_5_moe", config))
+    folder = tmp_path / "hf"
+    to_hf(model, folder, name="qwen3_5_moe")
+    written = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "text_config": written}
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+
+    def release(tensors: dict[str, torch.Tensor]) -> None:
+        layers = {key.partition("experts.")[0] for key in tensors if ".experts." in key}
+        for mlp in (layer for layer in layers if layer.startswith(fused)):
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{mlp}experts.{i}.{w}_proj.weight") for i in range(8)])
+                for w in ("gate", "up", "down")
+            )
+            tensors[f"{mlp}experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+            tensors[f"{mlp}experts.down_proj"] = down
+        for key in [key for key in tensors if key.startswith("model.")]:
+            tensors["model.language_model." + key.removeprefix("model.")] = tensors.pop(key)
+        tensors["model.visual.norm"] = torch.zeros(2)
+
+    rewritten(folder, release)
+    again = from_hf(folder)
+    assert_same_tensors(again.state_dict(), model.state_dict())
 
 
 def folder_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -234,6 +341,7 @@ def test_the_way_there_and_back_keeps_every_bit(
     wanted, found = theirs.config.to_dict(), back.config.to_dict()
     passing = {"_name_or_path", "transformers_version", "bos_token_id", "eos_token_id"}
     passing |= {"max_window_layers", "n_inner", "dtype", "max_position_embeddings"}
+    passing |= {"pad_token_id", "_sliding_window_pattern"}
     for key in wanted.keys() - passing:
         if key == "rope_parameters":  # default values may be spelled out
             assert wanted[key].items() <= found[key].items()
@@ -285,12 +393,38 @@ def test_config_of_transformers_4(tmp_path: Path) -> None:
     assert want.rope_scaling_factor == 8.0
 
 
+# config.json of the released 4b model; transformers 4 wrote only what differs from its defaults
+RELEASED_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+def test_a_released_gemma_config_is_the_published_size() -> None:
+    hf = MODELS["gemma3"].hf
+    assert hf is not None
+    text = RELEASED_4B["text_config"]
+    assert not differences(hf.read(text, "config.json"), model_config("gemma3", "4b"))
+    assert (
+        hf.write(model_config("gemma3", "1b", {"n_layers": 4}))["layer_types"]
+        == ["sliding_attention"] * 4
+    )
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("llama", {"mlp_bias": True}, "attention_bias = False with mlp_bias = True"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ("llama", {"sliding_window": 8}, "sliding_window = 8 is unknown to dtron's llama"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     ("llama", {"rope_scaling": {**LLAMA3, "short_factor": [1.0]}}, "short_factor"),
     ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "factor of rope_type = 'yarn' is missing"),
     ("llama", {"rope_theta": 7.0}, "rope_theta is both"),
@@ -327,6 +461,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {**YARN, "mscale_all_dim": 0.7, "mscale": 1.0, "attention_factor": 1.2}},
         "mscale_all_dim = 0.7 with attention_factor",
     ),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_parameters of sliding_attention scale frequencies",
+    ),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
@@ -335,6 +476,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"full_attention_interval": 9},
         "full_attention_interval = 9 with num_hidden_layers = 4",
     ),
+    ("qwen3_5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2 is not supported"),
+    ("qwen3_5_moe", {"shared_expert_intermediate_size": 30}, "is not a multiple of moe_interm"),
 ]
 
 
@@ -360,7 +503,11 @@ EXPORTS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"window": 8}, r"override\.window = 8"),
     ("llama", {"sinks": True}, r"override\.sinks = True"),
     ("llama", {"activation": "gelu"}, r"override\.activation = 'gelu'"),
+    ("llama", {"rope_fraction": 0.5}, r"override\.rope_fraction = 0\.5"),
+    ("llama", {"query_pre_attn_scalar": 8}, r"override\.query_pre_attn_scalar = 8"),
     ("qwen3", {"bias": True}, r"override\.bias = True"),
+    ("gemma3", {"softcap": 30.0}, r"override\.softcap = 30\.0"),
+    ("gemma3", {"post_norms": False}, r"override\.post_norms = False"),
     ("gpt", {"n_kv_heads": 2}, r"override\.n_kv_heads = 2 \(it has 4\)"),
     ("gpt", {"positions": "rope"}, r"override\.positions = 'rope'"),
     ("gpt", {"head_dim": 32}, r"override\.head_dim = 32"),

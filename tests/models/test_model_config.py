@@ -93,7 +93,7 @@ def test_what_draws_random_numbers():
             "llama",
             "debug",
             {"rope_scaling": "ntk"},
-            "model.override.rope_scaling = 'ntk': Input should be 'llama3' or 'yarn'",
+            "model.override.rope_scaling = 'ntk': Input should be 'llama3', 'yarn' or 'linear'",
         ),
         (
             "llama",
@@ -112,6 +112,24 @@ def test_what_draws_random_numbers():
             "8b",
             {"rope_mscale_all_dim": 1.0},
             'rope_mscale_all_dim = 1.0 has no effect with rope_scaling = "llama3"; use 0.0',
+        ),
+        (
+            "llama",
+            "debug",
+            {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rope_original_context": 64},
+            'rope_original_context = 64 has no effect with rope_scaling = "linear"; use 8192',
+        ),
+        (
+            "gemma3",
+            "debug",
+            {"window": 0, "full_attention_every": 0},
+            "rope_local_theta = 10000.0 has no effect without",
+        ),
+        (
+            "gemma3",
+            "debug",
+            {"rope_theta": 10000.0},
+            "rope_local_theta = 10000.0 has no effect, since rope_theta is equal; use 0.0",
         ),
         (
             "llama",

@@ -238,6 +238,7 @@ def test_logits_and_gradients(name: str) -> None:
         ("deepseek_v3", "671b", "DeepseekV3"),
         ("gpt_oss", "120b", "GptOss"),
         ("mixtral", "8x7b", "Mixtral"),
+        ("qwen3_5_moe", "35b-a3b", "Qwen3_5Moe"),
     ],
 )
 def test_sizes_are_those_of_the_released_configurations(name: str, size: str, kind: str) -> None:
@@ -246,7 +247,8 @@ def test_sizes_are_those_of_the_released_configurations(name: str, size: str, ki
     from dtron.models.flops import n_parameters
 
     with torch.device("meta"):
-        config = getattr(transformers, f"{kind}Config")()
+        suffix = "TextConfig" if kind == "Qwen3_5Moe" else "Config"
+        config = getattr(transformers, kind + suffix)()
         reference = getattr(transformers, f"{kind}ForCausalLM")(config)
     ours = model_config(name, size).model_copy(update={"mtp": 0})  # which transformers leaves out
     assert n_parameters(ours) == sum(p.numel() for p in reference.parameters())

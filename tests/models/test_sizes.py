@@ -8,7 +8,7 @@ from dtron.models import BACKENDS, MODELS, build_model
 # Parameters in units of 10^9: model cards and configurations released for Llama, Qwen3 and the
 # mixtures of experts (DeepSeek-V3 without biases: 671.0264 of its main model and 11.6101 of its
 # prediction of a second token, which shares embedding and head; Qwen3.5 without vision and without
-# its second token: parameters of Qwen3_5ForCausalLM); for
+# its second token: parameters of Qwen3_5ForCausalLM; Gemma 3 without vision); for
 # GPT-3 and Megatron-LM the rounded names, hence the tolerance; Megatron-LM's 1.7b is 1.754
 # (24 * 12 * 2048**2 and two embeddings of 131072 * 2048), a name cut short.
 PUBLISHED = {
@@ -27,10 +27,18 @@ PUBLISHED = {
     ("qwen3_5", "4b"): 4.2058,
     ("qwen3_5", "9b"): 8.9538,
     ("qwen3_5", "27b"): 26.8960,
+    ("gemma3", "270m"): 0.2681,
+    ("gemma3", "1b"): 0.9999,
+    ("gemma3", "4b"): 3.8803,
+    ("gemma3", "12b"): 11.7660,
+    ("gemma3", "27b"): 27.0093,
     ("mixtral", "8x7b"): 46.7028,
     ("mixtral", "8x22b"): 140.6206,
     ("qwen3_moe", "30b-a3b"): 30.5321,
     ("qwen3_moe", "235b-a22b"): 235.0936,
+    ("qwen3_5_moe", "35b-a3b"): 34.6606,
+    ("qwen3_5_moe", "122b-a10b"): 122.1115,
+    ("qwen3_5_moe", "397b-a17b"): 396.3464,
     ("deepseek_v3", "16b"): 15.7065,
     ("deepseek_v3", "16b-a3b"): 15.9601,
     ("deepseek_v3", "236b"): 235.7414,

@@ -151,6 +151,7 @@ FLOAT32: dict[int, list[Row]] = {
         ),
         row(2, EP2, ["mixtral"], override=LIMITED),
         row(2, {"pp": 2, "schedule": V}, ["deepseek_v3"], override=MTP, sequences=4),
+        row(2, {"tp": 2, "ep": 2}, ["qwen3_5_moe"], "tp 2, ep 2, mtp", override={"mtp": 1}),
     ],
     4: [
         row(4, {"dp_replicate": 2, "dp_shard": 2}),
@@ -187,9 +188,14 @@ WIDTHS: dict[str, Keys] = {
     "llama": WIDE,
     "qwen3": WIDE,
     "qwen3_5": {**WIDE, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
+    "gemma3": {
+        **{**WIDE, "window": 20, "full_attention_every": 2, "rope_local_theta": 50.0},
+        **{"query_pre_attn_scalar": 12, "logit_softcap": 3.0},
+    },
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,
+    "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
     "gpt_oss": {**WIDE_EXPERTS, "window": 20},
     "llava": {**WIDE, "vision_dim": 64, "vision_ffn_dim": 128},

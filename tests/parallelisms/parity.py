@@ -137,9 +137,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
     "qwen3_5": {**SMALL, **DELTA, "head_dim": 8},
+    "gemma3": {
+        **{**SMALL, "head_dim": 8, "query_pre_attn_scalar": 12, "logit_softcap": 3.0},
+        **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
+    },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
+    "qwen3_5_moe": {**SMALL, **EXPERTS, **DELTA, "head_dim": 8},
     "deepseek_v3": {
         **SMALL,
         **EXPERTS,
@@ -201,6 +206,8 @@ class Case:
     def rounds_alike(self) -> bool:
         """Whether float8 rounds as in one process: it shares scales, or no tensor is split."""
         recipe, parallel = self.float8.recipe, self.parallel
+        if self.recompute.ffn_chunks > 1 and recipe in ("tensorwise", "blockwise"):
+            return False  # scales of a chunk
         if self.float8.experts and parallel.etp > 1:
             return False
         return not recipe or RECIPES[recipe].shares_scales or parallel.tp == parallel.cp == 1
@@ -298,6 +305,7 @@ def rows_of(case: Case) -> dict[str, set[str]]:
         "recipe": {case.float8.recipe},
         "recompute": {case.recompute.mode},
         "recompute.modules": set(case.recompute.modules),
+        "recompute.ffn_chunks": {"chunks"} if case.recompute.ffn_chunks > 1 else set(),
         "packing": {case.packing},
         "optimizer": {case.optimizer},
         "lora": {"lora"} if case.lora.rank else set(),
@@ -824,7 +832,8 @@ def build_head_loss(
     """The Trainer's loss in the head, where it is computed in chunks."""
     if case.loss_chunks == 1:
         return None
-    return "head", ChunkedLoss(case.loss_chunks, vocabulary(config, mesh), case.compile)
+    shard = vocabulary(config, mesh)
+    return "head", ChunkedLoss(case.loss_chunks, shard, case.compile, config.logit_softcap)
 
 
 def vocabulary(config: DecoderConfig, mesh: Mesh) -> VocabularyShard | None:

@@ -64,6 +64,8 @@ def features(case: Case) -> set[str]:
         **{"balance": config.balance_coefficient, "dropout": config.dropout},
         **{"latent": config.kv_lora_rank, "bias": config.bias},
         **{"gated delta nets": config.delta_key_heads},
+        **{"post-norms": config.post_norms, "local rope": config.rope_local_theta},
+        **{"scaled embeddings": config.scale_embeddings, "logit cap": config.logit_softcap},
         **{"shared heads": parallel.tp > config.n_kv_heads},
         **{"chunks": case.loss_chunks > 1, "offload": case.recompute.offload},
         **{"documents": case.documents, "padding": case.padded},
@@ -172,12 +174,10 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         "tied": random.choice([True, False]),
         "dropout": random.choice([0.0, 0.0, 0.1]),
     }
+    found |= _draw_mixture(random, model) if debug.n_experts else _draw_dense(random)
     if debug.delta_key_heads:
-        found |= _draw_dense(random) | _draw_delta(random)
-    elif not debug.n_experts:
-        found |= _draw_dense(random)
-    else:
-        found |= _draw_mixture(random, model)
+        found |= _draw_delta(random)
+    found["mtp"] = random.choice([0, 0, 1, 2])
     if debug.delta_key_heads:
         found |= {"softcap": random.choice([0.0, 0.0, 1.0]), "sinks": random.random() < 0.25}
     elif not debug.kv_lora_rank:
@@ -187,6 +187,14 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
             "sinks": random.random() < 0.25,
         }
         found["full_attention_every"] = random.choice([0, 2]) if found["window"] else 0
+    found |= {
+        "post_norms": debug.post_norms ^ (random.random() < 0.3),
+        "scale_embeddings": debug.scale_embeddings ^ (random.random() < 0.3),
+        "logit_softcap": random.choice([0.0, 0.0, 3.0]),
+        "query_pre_attn_scalar": random.choice([0, 0, 12]),
+    }
+    local = rotated and found.get("window") and random.random() < 0.5
+    found["rope_local_theta"] = 50.0 if local else 0.0
     if any(found.get(key) for key in ("window", "softcap", "sinks")):
         found.pop("attention_dropout", None)  # no backend drops weights of these
     found |= YARN if rotated and random.random() < 0.3 else {}
@@ -238,7 +246,5 @@ def _draw_mixture(random: random.Random, model: str) -> dict[str, Any]:
         "capacity_factor": random.choice([0.0, 0.0, 1.0, 1.5]) * (balance != "global_batch"),
     }
     found["capacity_pad"] = bool(found["capacity_factor"]) and random.random() < 0.3
-    if MODELS[model].sizes["debug"].kv_lora_rank:
-        found["mtp"] = random.choice([0, 0, 1, 2])
     assert SIZES[model]["n_experts"]
     return found

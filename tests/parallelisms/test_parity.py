@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dtron.config import Compile, CpMethod, Parallel, Recompute
+from dtron.config import Compile, CpMethod, Lora, Parallel, Recompute
 from dtron.data.best_fit_packing import PACKERS
 from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedule_ops import Kind
@@ -31,6 +31,7 @@ from tests.parallelisms.parity import (
     MTP,
     SELECTIVE,
     SINKHORN,
+    SIZES,
     Batches,
     Case,
     check,
@@ -155,7 +156,7 @@ def case_of(choice: Choice, axes: Axes = AXES, micro_batches: int = 0) -> Case:
         for key, value in values[index].items():
             keys[key] = {**keys[key], **value} if isinstance(value, dict) else value
     parallel = Parallel(**keys.pop("parallel"))
-    if parallel.cp > 1:  # refuses it
+    if parallel.cp > 1 or "window" in SIZES[keys["model"]]:  # refuse it
         keys["override"].pop("attention_dropout", None)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     world = data_ranks * parallel.tp * parallel.pp * parallel.cp
@@ -250,6 +251,8 @@ ALL_DENSE: dict[str, Any] = {
 }
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
+EXCHANGED_CONTEXT = Parallel(tp=2, cp=2, ep=4, dispatcher="symmetric_memory")
+BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all")
 EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)
 HEAD_OVERLAPPED = Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, async_tp=True)
 DEFERRED: dict[str, dict[str, Any]] = {
@@ -345,6 +348,8 @@ EXPERT_CASES = [
 ]
 LONG: dict[str, Any] = {"seq_len": 144, "sequences": 2, "dtype": "float64"}
 """Sequences of more than two chunks of the delta rule."""
+SCALED_LINEARLY = {"rope_scaling": "linear", "rope_scaling_factor": 4.0}
+GEMMA = {"post_norms": True, "scale_embeddings": True, "logit_softcap": 3.0}
 HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
     Case("qwen3_5", 4, HIERARCHICAL, documents=True, dtype="float64"),
@@ -358,8 +363,27 @@ HYBRID_CASES = [
     Case("llava", 4, Parallel(cp=2, tp=2, sequence_parallel=False), documents=True),
     Case("llava", 4, Parallel(pp=2, tp=2, schedule=V), packing="best_fit", documents=True),
     Case("llava", 4, Parallel(pp=2, cp=2), dtype="float64", loss_chunks=2),
+    # with experts, and with a second token
+    Case("qwen3_5_moe", 2, Parallel(tp=2, ep=2), override={"mtp": 1}, dtype="float64"),
+    Case("qwen3_5_moe", 4, EXCHANGED_CONTEXT, documents=True, micro_batch=2),
+    Case("qwen3_5_moe", 2, BOUNDED, FULL, EAGER, sequences=4),
+    Case("qwen3_5_moe", 4, Parallel(pp=2, etp=2, schedule=V), override={"mtp": 1}, documents=True),
+    Case("qwen3_5_moe", 2, Parallel(cp=2), override={"mtp": 1}, packing="best_fit", **LONG),
+    Case("qwen3_5", 2, Parallel(tp=2), SELECTIVE, EAGER, override={"mtp": 1}),
+    Case("qwen3_5", 2, Parallel(pp=2), override={"mtp": 1}, documents=True, loss_chunks=3),
 ]
 """Gated delta nets between layers with attention."""
+LOCAL_CASES = [
+    Case("gemma3", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
+    Case("gemma3", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
+    Case("gemma3", 4, Parallel(tp=4), loss_chunks=3, dtype="float64"),
+    Case("gemma3", 2, Parallel(tp=2, async_tp=True), FULL, micro_batch=2),
+    Case("gemma3", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
+    Case("gemma3", 4, Parallel(pp=2, tp=2, schedule=V), loss_chunks=2, documents=True),
+    Case("gemma3", 2, override={"sinks": True, "softcap": 1.0, **SCALED_LINEARLY}),
+    Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **GEMMA}, sequences=4, steps=1),
+]
+"""Layers with a window and a rotary base of their own, post-norms, soft caps."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -456,6 +480,14 @@ SPECIAL = [
     ),
     Case("mixtral", 2, Parallel(ep=2), Recompute(mode="full", modules=["ffn.experts"])),
     Case("qwen3", 2, Parallel(cp=2), Recompute(mode="attention", modules=["attn", "ffn"])),
+    Case("gpt", 2, Parallel(tp=2), Recompute(mode="attention", ffn_chunks=3), override=DROPPED),
+    Case("qwen3", 2, Parallel(cp=2), Recompute(ffn_chunks=3, offload=True), documents=True),
+    Case("llama", 4, Parallel(pp=2, tp=2), Recompute(mode="full", ffn_chunks=2), EAGER),
+    Case("llama", 2, Parallel(pp=2, schedule=V), Recompute(mode="attention", ffn_chunks=3), EAGER),
+    Case("llama", 2, Parallel(zero=1, **IN_MATMUL), Recompute(ffn_chunks=3), EAGER),
+    Case("llama", 2, Parallel(tp=2, async_tp=True), Recompute(ffn_chunks=2), lora=Lora(rank=4)),
+    Case("qwen3_5", 2, Parallel(tp=2), Recompute(mode="full", modules=["delta"], ffn_chunks=3)),
+    Case("deepseek_v3", 2, Parallel(ep=2), Recompute(mode="full", ffn_chunks=3)),
     Case("llama", 2, Parallel(tp=2), recompute=Recompute(mode="attention"), compile=EAGER),
     Case("qwen3", 2, recompute=Recompute(mode="attention", every=2), documents=True),
     Case("gpt", 2, Parallel(pp=2, schedule="ZBVZeroBubble"), Recompute(mode="attention")),
@@ -609,6 +641,7 @@ SPECIAL = [
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     *HYBRID_CASES,
+    *LOCAL_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
@@ -627,6 +660,7 @@ HEAD8 = {"float8": {"output": True, "skip_first": 1}, "override": {"vocab_size":
 TIED8 = {"float8": {"output": True}, "override": {"vocab_size": 64, "tied": True}}
 EXPERTS8 = {"float8": {"experts": True}, "override": {"expert_dim": 32, "ffn_dim": 0}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
+HYBRID8 = {"float8": {"experts": True}, "override": {**EXPERTS8["override"], **DELTA8}}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -644,6 +678,8 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), recompute=Recompute(mode="selective")),
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
+    float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),
@@ -651,6 +687,9 @@ FLOAT8 = [
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, override=WIDE_HEADS | ONE),
     float8("tensorwise", 4, Parallel(tp=2), override=WIDE_HEADS | ONE, float8=GATHERS),
     float8("rowwise", 2, Parallel(tp=2), override=WIDE_HEADS | ONE, dtype="float32"),
+    # scales of each chunk of a feed-forward, or of each token
+    float8("tensorwise", 2, Parallel(tp=2), recompute=Recompute(ffn_chunks=2)),
+    float8("rowwise", 2, Parallel(), recompute=Recompute(ffn_chunks=2), dtype="float32"),
     # scales of earlier steps
     float8("tensorwise", 2, Parallel(dp_replicate=2), **DELAYED, recompute=FULL, sequences=8),
     float8("tensorwise", 4, Parallel(cp=2, tp=2), **DELAYED, compile=EAGER),

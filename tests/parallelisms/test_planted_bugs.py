@@ -26,8 +26,8 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
-from dtron.models import gated_delta_net, llava
-from dtron.parallelisms import apply, gradients
+from dtron.models import decoder, gated_delta_net, llava
+from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
 from dtron.parallelisms.context.apply import Context
@@ -54,6 +54,16 @@ from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run, s
 def replicas_not_reduced() -> None:
     """Norms see a part of the tokens; their gradients stay parts."""
     apply.reduce_replicas = lambda _parameters, _group: None
+
+
+def shared_gate_not_reduced() -> None:
+    """The gate of shared experts sees a part of the tokens; its gradient stays a part."""
+    reduce = apply.reduce_replicas
+
+    def others(parameters: Any, group: dist.ProcessGroup) -> None:
+        reduce([p for p in parameters if p.ndim != 2 or p.shape[0] != 1], group)
+
+    apply.reduce_replicas = others
 
 
 def adapters_not_reduced() -> None:
@@ -310,6 +320,29 @@ def micro_batches_exchanged() -> None:
 def scales_of_ones_own() -> None:
     """Ranks that hold parts of a tensor each scale by their own part."""
     scales.shared = lambda amax, _groups: amax
+
+
+def chunk_without_gradient() -> None:
+    """The last chunk of tokens adds nothing to the gradients of the feed-forward."""
+    in_chunks = recompute._in_chunks
+
+    def planted(call: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+        out = in_chunks(call, n_chunks, keep_rng, x)
+        (*others, last) = out.chunk(n_chunks, dim=1)
+        return torch.cat([*others, last.detach()], dim=1)
+
+    recompute._in_chunks = planted
+
+
+def chunks_of_gathered_tokens() -> None:
+    """Chunks are cut from the tokens of all tp ranks, so that each rank gets tokens of others."""
+    in_chunks = recompute._in_chunks
+
+    def planted(call: Any, n_chunks: int, keep_rng: bool, x: Tensor) -> Tensor:
+        out = in_chunks(call, n_chunks, keep_rng, x)
+        return out.unflatten(1, (n_chunks, -1)).transpose(1, 2).flatten(1, 2)
+
+    recompute._in_chunks = planted
 
 
 def block_scales_of_ones_own() -> None:
@@ -595,6 +628,12 @@ def images_of_another_micro_batch() -> None:
     step.as_micro_batch = exchanged
 
 
+def local_layers_at_the_global_base() -> None:
+    """Layers with a window rotate by the table of the layers without one."""
+    tables = decoder.Decoder._rope_tables
+    decoder.Decoder._rope_tables = lambda self, positions: (tables(self, positions)[0],) * 2  # type: ignore
+
+
 @dataclass(frozen=True)
 class Bug:
     """A mistake, where it shows, and what it has to spoil."""
@@ -658,9 +697,11 @@ PACKED = Case("mixtral", 2, Parallel(cp=2), override=parity.LIMITED, sequences=4
 PREDICTED = replace(MTP, packing="best_fit")
 NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
+HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
 IMAGES = Case("llava", 2, Parallel(tp=2), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
+LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 BEFORE_EXPERTS = r"gradient (?!blocks\.4\.ffn\.|norm|head).*"
@@ -670,6 +711,7 @@ BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 OF_HEADS = rf"{NORMS}|gradient blocks\.\d+\.(delta\.(core|gated_norm)\..*|attn\.[qk]_norm\.weight)"
+WITH_POST_NORMS = rf"{NORMS}|gradient blocks\.\d+\.((attn|ffn)_post_norm|attn\.[qk]_norm)\.weight"
 BEFORE_GATES = r"gradient (embed|blocks\.0|blocks\.1\.attn_norm).*"
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight"  # tied head
 LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
@@ -679,9 +721,14 @@ ENCODER = r"gradient (vision|projector)\..*"
 BEFORE_HEAD = r"gradient (?!head).*"
 BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
 ALSO_LOSS = r"loss 0|gradient .*"
+FFN_CHUNKS = [
+    replace(TP, recompute=Recompute(ffn_chunks=2)),
+    Case("llama", 2, recompute=Recompute(mode="full", ffn_chunks=2), sequences=2),
+]
 
 BUGS = [
     Bug(replicas_not_reduced, TP, NORMS),
+    Bug(shared_gate_not_reduced, HYBRID, r"gradient blocks\.\d+\.ffn\.shared_gate\.weight"),
     Bug(adapters_not_reduced, ADAPTED, FACTORS),
     Bug(adapters_not_reduced, replace(WHOLE, lora=Lora(rank=4)), FACTORS),
     Bug(norms_of_own_columns, replace(TP, lora=Lora(rank=4, dora=True)), ALSO_LOSS),
@@ -722,6 +769,8 @@ BUGS = [
     Bug(padding_routed, PACKED, ALSO_LOSS),
     Bug(predictions_across_documents, PREDICTED, ALSO_LOSS),
     *[Bug(micro_batches_exchanged, case, BEFORE_LAST) for case in OFFLOADED],
+    *[Bug(chunk_without_gradient, case, BEFORE_HEAD) for case in FFN_CHUNKS],
+    Bug(chunks_of_gathered_tokens, FFN_CHUNKS[0], ALSO_LOSS),
     *[Bug(scales_of_ones_own, case, ALSO_LOSS) for case in (*SCALED, OVERLAPPED)],
     Bug(block_scales_of_ones_own, BLOCKS8, ALSO_LOSS),
     Bug(token_scales_of_ones_own, LATENT8, ALSO_LOSS),
@@ -741,6 +790,8 @@ BUGS = [
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(image_gradients_not_reduced, IMAGES, ENCODER),
     Bug(images_of_another_micro_batch, MANY_IMAGES, ALSO_LOSS),
+    Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
+    Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -1,5 +1,6 @@
 """What each mode of recomputation computes again, counted by operator."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,13 @@ from dtron.config import Compile, Recompute
 from dtron.models import BACKENDS
 from dtron.models.decoder import Decoder
 from dtron.parallelisms.compile import compile_blocks
-from dtron.parallelisms.recompute import ATTENTION, PRODUCTS, SAVED_OPS, recompute
+from dtron.parallelisms.recompute import (
+    ATTENTION,
+    PRODUCTS,
+    SAVED_OPS,
+    chunk_feed_forward,
+    recompute,
+)
 from tests.models.build import initialized, small_config, tokens
 
 LAYERS = 3
@@ -112,6 +119,45 @@ def test_modules_run_again(modules: list[str], products: int, attended: int) -> 
     assert (again[PRODUCT], again[ATTEND]) == (products * LAYERS, attended * LAYERS)
 
 
+def linear(inputs: list[Any], module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear layer; records its input."""
+    inputs.append(x.detach())
+    return nn.functional.linear(x, module.weight, module.bias)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "attention"])
+def test_feed_forward_in_chunks(mode: str) -> None:
+    """The same losses and, up to the order of sums, gradients; hidden states of one chunk only."""
+    widest, grads = {}, {}
+    for n_chunks in (1, 5):  # of 24 tokens: the last chunk has 4
+        model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
+        blocks: list[Any] = list(model.blocks.values())
+        assert n_chunks == 1 or chunk_feed_forward(blocks, n_chunks) == LAYERS
+        recompute(enumerate(blocks), Recompute.model_validate({"mode": mode}))
+        inputs: list[Any] = []
+        for block in blocks:
+            block.ffn.down.forward = functools.partial(linear, inputs, block.ffn.down)
+        model(tokens()).sum().backward()
+        widest[n_chunks] = max(x.numel() for x in inputs)
+        grads[n_chunks] = [p.grad for p in model.parameters()]
+    assert widest[5] == widest[1] * 5 / 24
+    for wanted, found in zip(grads[1], grads[5], strict=True):
+        torch.testing.assert_close(wanted, found)
+
+
+def test_feed_forward_in_chunks_runs_again() -> None:
+    """Of its three products the last is not computed again, as no gradient needs it."""
+    found = []
+    for n_chunks in (1, 4):
+        model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
+        chunk_feed_forward(model.blocks.values(), n_chunks)
+        with Counting() as counting:
+            model(tokens()).sum().backward()
+        found.append(counting.counts[PRODUCT])
+    # Forward and backward of 4 products a block and head; 3 of the feed-forward, 2 again.
+    assert found == [3 * (4 * LAYERS + 1) + n * (9 + 2) * LAYERS for n in (1, 4)]
+
+
 def test_experts_on_other_ranks_recompute_without_dispatch() -> None:
     """Expert parallelism leaves them `local_forward`."""
     calls = []
@@ -160,7 +206,7 @@ def test_experts_are_chosen_once_under_inductor() -> None:
 def test_modes_keep_nested_sets() -> None:
     assert set(SAVED_OPS["attention"]) < set(SAVED_OPS["selective"])
     assert not set(ATTENTION) & set(PRODUCTS)
-    assert {*SAVED_OPS, "none", "full"} == set(
+    assert {*SAVED_OPS, "none", "full", "auto"} == set(
         Recompute.model_json_schema()["properties"]["mode"]["enum"]
     )
 

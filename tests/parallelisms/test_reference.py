@@ -142,6 +142,8 @@ def loaded(case: Case, config: DecoderConfig, values: dict[str, Tensor], folder:
         folder, dtype="auto", attn_implementation="eager", output_loading_info=True
     )
     assert not any(info.values()), info
+    # Gemma's default; transformers gives no gradient to the padding token, as an input
+    theirs.get_input_embeddings().padding_idx = None
     return theirs.eval()
 
 

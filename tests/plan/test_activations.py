@@ -21,6 +21,8 @@ from dtron.config import Recompute, RunConfig
 from dtron.float8 import RECIPES, convert
 from dtron.float8.convert import fuse
 from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
+from dtron.models.config import LayerKind
+from dtron.models.layers import ACTIVATIONS
 from dtron.models.rope import rope_table
 from dtron.parallelisms.pipeline.split_backward import defer
 from dtron.parallelisms.recompute import recompute
@@ -95,7 +97,8 @@ def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
     gates = ("ffn.router", "delta.w_a", "delta.w_b")
     chosen = [n for n in linears if n not in gates and not fnmatch.fnmatch(n, skip)]
     convert(unit, chosen, RECIPES[recipe], emulate=True)
-    fuse(unit, ["ffn"])
+    if getattr(unit.ffn, "activation", None) is ACTIVATIONS["swiglu"]:  # as float8_plan.py
+        fuse(unit, ["ffn"])
 
 
 ROWS = [
@@ -105,13 +108,14 @@ ROWS = [
     ("qwen3_moe", 0, "none"),
     *[("qwen3_5", 0, mode) for mode in ("none", "selective", "attention")],
     ("qwen3_5", 3, "none"),
+    *[("qwen3_5_moe", 0, mode) for mode in ("none", "selective")],
+    *[("gemma3", 0, mode) for mode in ("none", "selective", "attention")],
 ]
 
 
-def kind_of(name: str, layer: int) -> str:
+def kind_of(name: str, layer: int) -> LayerKind:
     """The kind of a layer of a debug size."""
-    words = f"model.name={name} model.size=debug train.seq_len={T}"
-    return Resolved.of(RunConfig.load(LLAMA, words.split()), 1).kind(layer)
+    return model_config(name, "debug").layer_kinds[layer]
 
 
 @pytest.mark.parametrize(("name", "layer", "mode"), ROWS)
@@ -133,6 +137,7 @@ MODULES = [
     ("llama", 0, "selective", ["ffn"]),
     ("llama", 0, "selective", ["attn"]),
     ("qwen3_5", 0, "full", ["delta"]),
+    *[("gemma3", 0, "full", modules) for modules in (["attn"], ["ffn"], ["attn", "ffn"])],
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
     ("deepseek_v3", 0, "full", ["attn"]),
@@ -164,7 +169,7 @@ FLOAT8 = [
     ("llama", 0, "blockwise", ""),
     # not fused; inputs that layers in high precision read too; no input of feed-forward
     *[("llama", 0, "tensorwise", name) for name in ("ffn.down", "attn.wk", "ffn.*")],
-    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3")],
+    *[(name, 0, "tensorwise", "") for name in ("gpt", "qwen3", "gemma3")],
     *[("deepseek_v3", layer, "tensorwise", "") for layer in (0, 3)],
 ]
 
@@ -187,6 +192,8 @@ UNITS = [
     *[(name, 0) for name in ("llama", "mixtral", "gpt", "qwen3", "qwen3_moe")],
     *[("deepseek_v3", layer) for layer in (0, 3)],
     *[("qwen3_5", layer) for layer in (0, 3)],
+    ("qwen3_5_moe", 0),
+    ("gemma3", 0),
 ]
 
 
@@ -234,7 +241,7 @@ def test_what_waits_for_weight_gradients_of_float8(recipe: str) -> None:
 def test_every_family_has_rows() -> None:
     for name, spec in MODELS.items():
         config = spec.sizes["debug"]
-        kind = "mixture" if config.n_experts else "dense"
+        kind = config.layer_kinds[-1]
         assert sum(row.width for row in block(config, kind)) > 0, name
 
 
@@ -290,7 +297,8 @@ def multiplied(
 AGAIN = [
     *[("llama", 0, mode) for mode in ("attention", "full")],
     *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
-    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5")],
+    *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5", "gemma3")],
+    ("gemma3", 0, "full"),
 ]
 
 
@@ -317,6 +325,8 @@ def test_products_that_the_backward_computes_again(
     [
         ("llama", 0, ["attn"]),
         ("llama", 0, ["ffn"]),
+        ("gemma3", 0, ["ffn"]),
+        ("gemma3", 0, ["attn"]),
         ("deepseek_v3", 3, ["attn", "ffn.shared"]),
         ("qwen3_moe", 0, ["ffn.experts"]),
     ],

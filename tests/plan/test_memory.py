@@ -7,6 +7,7 @@ import pytest
 
 from dtron.config import Optim, Parallel, RunConfig
 from dtron.models import MODELS
+from dtron.models.config import LayerKind
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, offloaded, offloaded_by_host, worst
@@ -239,7 +240,7 @@ def test_float8_keeps_casts_and_gathers_bytes() -> None:
     model, before, after = plain.model, *(worst(memory(run)) for run in (plain, cast))
     layer = sum(activations.kept(plain, 0).values()) - sum(activations.kept(cast, 0).values())
     assert layer == plain.tokens * (2 * model.dim + 2 * model.ffn_dim - model.dim)
-    of_blocks = sum(u.gathered for u in held(plain, 0) if u.kind == "dense")
+    of_blocks = sum(u.gathered for u in held(plain, 0) if u.kind == LayerKind())
     norms = 2 * model.dim * model.n_layers
     assert before.classes["gathered"] - after.classes["gathered"] == of_blocks - norms
     assert before.classes["parameters"] == after.classes["parameters"]

@@ -146,3 +146,22 @@ def test_an_error_file_is_a_regular_one(
     path.unlink()
     cli._write_error_file(TrainingError("x"), 1.0)
     assert '"message": "error: x"' in path.read_text()
+
+
+def test_hosts_test_a_shared_directory_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with one PID, the second of which writes while the first does."""
+    path, write, written = tmp_path / "a" / "b", Path.write_bytes, []
+
+    def slow(file: Path, data: bytes) -> int:
+        written.append(file)
+        if len(written) == 1:
+            process.check_writable(path)
+        assert not file.exists()
+        return write(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", slow)
+    process.check_writable(path)
+    assert len(set(written)) == 2
+    assert not list(tmp_path.iterdir())

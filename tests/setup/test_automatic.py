@@ -19,10 +19,13 @@ from dtron.config import RunConfig, Section, fields
 from dtron.plan import automatic as planner
 from dtron.plan.automatic import of_hardware
 from dtron.plan.hardware import hardware
+from dtron.plan.memory import fits, memory
+from dtron.plan.run_shape import Resolved
+from dtron.plan.steptime import predict
 from dtron.run.process import Place
 from dtron.run.rendezvous import meet
 from dtron.setup.automatic import CHOICES, Automatic, Machine, choose, has_nvlink
-from dtron.setup.rules import ModelCandidate, resolve
+from dtron.setup.rules import ModelCandidate, all_broken, resolve
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.training.test_trainer import tiny
@@ -225,6 +228,63 @@ def test_recomputation_where_activations_do_not_fit() -> None:
     assert "mode" not in chosen(alone, share=float("inf"))
 
 
+POLICIES = {"none": 1.3, "selective": 0.7, "attention": 0.5, "full": 0.3}
+"""Memory of a mode in all blocks, as a fraction."""
+
+
+def needs_policy(config: RunConfig) -> float:
+    recompute, n_layers = config.recompute, 8
+    share = sum(recompute.acts_on(i) for i in range(n_layers)) / n_layers
+    whole = share * POLICIES[recompute.mode] + (1 - share) * POLICIES["none"]
+    return whole * (0.4 if recompute.offload else 1.0)
+
+
+def takes(config: RunConfig) -> float:
+    """Seconds: each of the cheaper modes and fewer blocks are faster, and offload is slowest."""
+    return 2 - needs_policy(config.changed(recompute={"offload": False})) + config.recompute.offload
+
+
+def policy(words: str, scale: float, machine: Machine = HOST) -> dict[str, Any]:
+    config = config_of(f"recompute.mode=auto model.override.n_layers=8 {words}")
+    run = ModelCandidate(config, 8)
+    found = choose(run, machine, lambda c: scale * needs_policy(c), takes)
+    recompute = found.config.recompute.model_dump(exclude_defaults=True)
+    chosen = {k.split(".")[1]: v["value"] for k, v in found.chosen.items() if k[:9] == "recompute"}
+    recompute.pop("ffn_chunks", None)
+    assert not machine.gpus or chosen == {"mode": "none", **recompute}
+    return recompute
+
+
+def test_the_fastest_policy_that_fits() -> None:
+    """`none` if it fits, else as few blocks as fit, offload only where nothing else does."""
+    assert policy("", 0.7) == {}
+    assert policy("", 0.8) == {"mode": "selective", "first": 2}
+    assert policy("", 1.0) == {"mode": "attention", "first": 4}
+    assert policy("", 1.9) == {"mode": "attention"}
+    assert policy("", 3.0) == {"mode": "full"}
+    assert policy("", 4.0)["offload"]
+    assert policy("", 40.0) == {"mode": "full", "offload": True}  # the least memory
+    assert policy("", float("inf")) == {}  # unknown memory
+    assert policy("recompute.ffn_chunks=2", 0.8) == {"mode": "attention", "first": 2}
+    assert policy("", 4.0, Machine()) == {}
+    config = config_of("recompute.mode=auto recompute.offload=true")
+    assert any("recompute.offload" in error for error in all_broken(ModelCandidate(config, 8)))
+
+
+def test_a_policy_is_chosen_from_plans() -> None:
+    """Of the real planner: fits in memory, and is not slower than modes of all blocks."""
+    words = "model.size=8b train.seq_len=8192 train.micro_batch=2 train.global_batch=16"
+    row = hardware("h100")
+    found = of_hardware(config_of(f"{words} recompute.mode=auto"), 8, row)
+    run = Resolved.of(found.config, 8)
+    assert fits(run, memory(run), row)
+    assert "the fastest policy that fits" in found.chosen["recompute.mode"]["reason"]
+    for mode in ("selective", "attention", "full"):
+        other = Resolved.of(found.config.changed(recompute={"mode": mode, "first": 0}), 8)
+        if fits(other, memory(other), row):
+            assert predict(run, row).step <= predict(other, row).step
+
+
 def test_errors_are_those_of_a_run_without_choices() -> None:
     """Degrees that do not multiply, a model that does not exist: rules report them."""
     for words in ("parallel.dp_shard=3", "model.size=none", f"{TP} model.override.n_heads=3"):
@@ -239,7 +299,11 @@ def test_cpus_have_the_defaults() -> None:
         if not torch.cuda.is_available():
             assert (found.config, found.chosen, found.line()) == (config, {}, "")
     plain = RunConfig()
-    assert config_of(" ".join(f"{key}=auto" for key in KEYS)) == config_of()
+    unset = " ".join(f"{key}=auto" for key in KEYS if key != "recompute.mode")
+    assert config_of(unset) == config_of()
+    place = Place(rank=0, local_rank=0, world_size=8)
+    found = planner.of_place(config_of("recompute.mode=auto"), place, Machine())
+    assert found.config.recompute.mode == "none"
     assert (plain.parallel.zero, plain.parallel.schedule, plain.train.loss_chunks) == (3, "1F1B", 1)
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from dtron import __version__
-from dtron.checkpoint.directory import CheckpointMetadata, check_model
+from dtron.checkpoint.metadata import CheckpointMetadata, check_model
 from dtron.cli import commands
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
@@ -270,6 +270,14 @@ def test_offload_needs_gpus() -> None:
         preflight(run, Place(rank=0, local_rank=0, world_size=1))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_marks_of_modules_need_gpus_or_a_profile() -> None:
+    place = Place(rank=0, local_rank=0, world_size=1)
+    with pytest.raises(ConfigError, match=r"metrics.nvtx = true has no effect: .* no GPUs"):
+        preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True}}), place)
+    preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True, "profile_start": 2}}), place)
+
+
 def test_a_start_names_all_that_is_wrong_at_once() -> None:
     """Of ranks, settings, the machine, the model and float8: once each, a line each."""
     sections = {
@@ -294,6 +302,33 @@ def test_a_start_names_all_that_is_wrong_at_once() -> None:
     assert len(lines) == len(wanted), lines
     for line, message in zip(lines, wanted, strict=True):
         assert message in line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "refused"),
+    [
+        ("rowwise", {"train": {"loss_chunks": 4}}, True),
+        ("rowwise", {"float8": {"output": True}, "model": {"override": {"vocab_size": 256}}}, True),
+        ("rowwise", {}, False),  # the head is left
+        ("rowwise", {"train": {"loss_chunks": 4}, "float8": {"skip_first": 1}}, False),
+        ("rowwise", {"train": {"loss_chunks": 4}, "model": {"name": "mixtral"}}, True),
+        ("rowwise_with_gw_hp", {"train": {"loss_chunks": 4}}, False),
+    ],
+)
+def test_sums_in_matmuls_need_a_matmul_that_can_add(
+    recipe: str, more: dict[str, dict[str, object]], refused: bool
+) -> None:
+    sections: dict[str, dict[str, object]] = {
+        "model": {"name": "llama", "size": "debug"},
+        "train": {"micro_batch": 1, "global_batch": 8, "dtype": "bfloat16", "seq_len": 64},
+        "parallel": {"dp_shard": 2, "zero": 1, "accumulate_in_matmul": True},
+        "float8": {"recipe": recipe},
+    }
+    merged = {name: {**table, **more.get(name, {})} for name, table in sections.items()}
+    found = rules.reasons(RunConfig.of(merged), 2)
+    assert [line[:48] for line in found] == refused * [
+        "parallel.accumulate_in_matmul has no effect: all"
+    ]
 
 
 def test_a_file_in_place_of_the_run_directory(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_float8_of_layers_that_see_too_few_tokens_is_refused() -> None:
 
 RULES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"experts_per_token": 2}, "has no effect with n_experts = 0; use 0 or set n_experts"),
-    ("llama", {"mtp": 1}, "mtp = 1 has no effect with n_experts = 0; use 0 or set n_experts"),
+    ("llama", {"jitter": 0.1}, "jitter = 0.1 has no effect with n_experts = 0; use 0.0 or set"),
     ("mixtral", {"mtp_coefficient": 0.1}, "mtp_coefficient = 0.1 has no effect with mtp = 0"),
     ("llama", {"z_loss": 0.1}, "z_loss = 0.1 has no effect with n_experts = 0; use 0.0 or set"),
     ("llama", {"ffn_dim": 0}, "ffn_dim = 0 needs experts; use a hidden width such as 512"),

@@ -83,6 +83,19 @@ def test_equals_cross_entropy(dtype: torch.dtype, chunks: int, without: str) -> 
         close([loss], [torch.stack(rows)], TOLERANCE[dtype])
 
 
+def test_soft_cap_equals_capped_logits() -> None:
+    case = inputs(torch.float64, "some")
+
+    def at_once_capped(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = 2 * torch.tanh(F.linear(hidden, weight).flatten(0, 1) / 2)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+    capped = ChunkedLoss(3, cap=2.0)
+    close(gradients(capped, *case), gradients(at_once_capped, *case), 1e-12)
+    with torch.no_grad():
+        assert capped(*case)[0].item() == pytest.approx(at_once_capped(*case).item())
+
+
 @pytest.mark.parametrize("chunks", [1, 7, 64])
 def test_bfloat16_loses_nothing_over_many_chunks(chunks: int) -> None:
     """Against float32 from the same inputs; summed in bfloat16 the weight's gradient is off by

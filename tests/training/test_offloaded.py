@@ -222,6 +222,47 @@ def test_bits_on_a_gpu(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(is_equal(each, results[0]) for each in results[1:])
 
 
+@pytest.mark.gpu
+def test_copies_of_both_directions_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a trace: copies in run while others run out, and while kernels run."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(offloaded, "BUCKET", 2**24)
+    named = [("0.weight", nn.Parameter(torch.randn(2**27, device="cuda")))]
+    optimizer = build_optimizer(named, options(1.0))
+    train(named, optimizer, range(2))  # pins the memory
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        train(named, optimizer, range(1))
+        torch.cuda.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": [], "kernel": []}
+    for event in profile.events() or ():
+        kind = next((k for k in ("HtoD", "DtoH") if k in event.name), "kernel")
+        spans[kind].append((event.time_range.start, event.time_range.end))
+
+    def overlapped(one: str, other: str) -> float:
+        return sum(
+            max(0.0, min(end, e) - max(start, s))
+            for start, end in spans[one]
+            for s, e in spans[other]
+        )
+
+    copied = sum(end - start for start, end in spans["HtoD"])
+    assert overlapped("HtoD", "DtoH") > copied / 2
+    assert overlapped("HtoD", "kernel") > 0
+
+
+def test_an_offload_of_nothing_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="dtron"):
+        build_optimizer(parameters(), options(1.0))
+        assert "has no effect" not in caplog.text
+        monkeypatch.setattr(offloaded, "SMALLEST", 2**16)
+        build_optimizer(parameters(), options(1.0))
+    assert "optim.offload = 1.0 has no effect" in caplog.text
+
+
 def fit_offloaded(config: RunConfig) -> None:
     """Train on CPUs, where the key is refused since it has no use; also small tensors."""
     rules._ON_GPUS = ""

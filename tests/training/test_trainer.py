@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtron.checkpoint.dcp_storage import ShardReader
-from dtron.checkpoint.directory import CheckpointMetadata, read_metadata
+from dtron.checkpoint.metadata import CheckpointMetadata, read_metadata
 from dtron.config import RunConfig
 from dtron.config.learning_rate import learning_rate, warmup_steps
 from dtron.data import Loader

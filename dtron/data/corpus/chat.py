@@ -136,7 +136,8 @@ class ChatTemplate:
                 )
         if not through.startswith(before):
             raise ValueError(
-                f"the template's generation prompt is not how message {first + 1} begins; {_MARKS}"
+                f"message {first + 1} does not begin with the template's generation prompt; "
+                f"{_MARKS}"
             )
         return len(before), len(through)
 

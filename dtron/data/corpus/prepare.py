@@ -98,7 +98,7 @@ def finish_folder(
             left.unlink(missing_ok=True)
     opened = open_corpus(out, tokenizer)
     if opened is None:
-        raise DataError(f"{out} was changed while it was written; delete it, start again")
+        raise DataError(f"{out} was changed while it was written; delete it and start again")
     write_atomically(out / "summary.log", f"{summary(corpus.name, opened, shards)}\n")
     return opened
 

@@ -312,8 +312,8 @@ def _unchanged(folder: Path, shards: Sequence[Shard]) -> bool:
     if not newer:
         return True
     logger.info(
-        "%s is newer than its corpus.json: comparing its content with the hashes there; a copy "
-        "that keeps times (cp -a) saves that",
+        "%s is newer than its corpus.json: comparing its content with the hashes there, which is "
+        "not necessary after a copy that keeps modification times (cp -a)",
         folder,
     )
     for shard in newer:

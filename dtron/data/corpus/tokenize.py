@@ -195,7 +195,7 @@ class _Progress:
         )
 
     def finish(self, shards: list[Shard]) -> None:
-        """Log the sums."""
+        """Log the numbers of documents and tokens of all shards."""
         log.info(
             "tokenized %d documents (%d empty ones skipped) to %d tokens in %.1f s",
             sum(shard.documents for shard in shards),

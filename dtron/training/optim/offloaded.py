@@ -9,6 +9,10 @@ stream per direction and overlap each other and the updates of parameters whose 
 device. The device holds moments of three buckets at most, during the update only. The kernels, and
 so all bits, are those of `AdamW`.
 
+The update is not overlapped with the backward before it: clipping needs the norm of all gradients.
+To copy the first bucket in during the backward, or the last one out during the next forward, would
+save one of hundreds of copies, and hold a bucket of moments while activations need the memory.
+
 A CPU optimizer would copy gradients out and parameters in, 4 bytes per element in each direction,
 where this copies 8 (4 with bfloat16 moments). But it needs a second copy of the parameters on the
 host, has other bits, and moves 36 bytes per element through the memory of the host, where this
@@ -18,6 +22,7 @@ Source: Ren et al., ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al., ZeRO-Inf
 arXiv:2104.07857.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +35,7 @@ from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.host_memory import Buffer, Copies, CopyStream, HostPool
 from dtron.training.optim.adamw import MOMENTS, AdamW, rates_of
 
+log = logging.getLogger("dtron")
 BUCKET = 2**24
 """Maximum number of elements of a bucket. Buckets are multiples of a cache line, so that vector
 instructions of CPUs treat the same elements as without buckets."""
@@ -105,6 +111,15 @@ class OffloadedAdamW(AdamW):
         parameters = [p for group in self.param_groups for p in group["params"]]
         chosen = choose([local_part(p).numel() for p in parameters], fraction)
         self.offloaded = {p for p, each in zip(parameters, chosen, strict=True) if each}
+        if not self.offloaded:
+            log.warning(
+                "optim.offload = %s has no effect: of this rank's parameters the largest shard has "
+                "%d elements, and moments of fewer than %d, or of more than the fraction of all, "
+                "stay on the device; use a larger fraction, or leave it out",
+                fraction,
+                max(local_part(p).numel() for p in parameters),
+                SMALLEST,
+            )
         device = parameters[0].device
         fix = "use a smaller optim.offload, or more hosts"
         self.pool = HostPool(device.type == "cuda", (f"optim.offload = {fraction}", fix))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtron.checkpoint.directory import read_metadata
+from dtron.checkpoint.metadata import read_metadata
 from dtron.config import Data
 from dtron.data import Loader, open_data, prepare, wait_for
 from dtron.data.corpus.documents import Reading

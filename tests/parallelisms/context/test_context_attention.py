@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from dtron.config import CpMethod, Parallel, Recompute
-from dtron.data.loader import _move_documents
+from dtron.data.loader import map_tables
 from dtron.kernels.attention import KERNELS, Score, Tables
 from dtron.models.attention import _dynamic
 from dtron.parallelisms.context.attention import (
@@ -99,7 +99,7 @@ def attend(
         return x[torch.arange(BATCH).unsqueeze(1), index].to(device)
 
     if mask is not None:
-        mask = _move_documents(mask, torch.device(device))  # type: ignore[assignment]
+        mask = map_tables(mask, lambda x: x.to(device))
     q, k, v, grad = (mine(x) for x in inputs(kv_heads, dtype, size))
     due = [x.requires_grad_() for x in (q, k, v)]
     if sink is not None:

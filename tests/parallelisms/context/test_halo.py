@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.utils import _to_kwargs
 
 from dtron.config import CpMethod
-from dtron.data.loader import _move_documents
+from dtron.data.loader import map_tables
 from dtron.parallelisms.context import halo as halos
 from dtron.parallelisms.context.attention import ContextAttention
 from dtron.parallelisms.context.layout import layout_of, table_names
@@ -134,7 +134,8 @@ def test_counts_stay_on_the_host() -> None:
     """Reading them from a device would wait for it in every layer."""
     split = Split(drawn(np.random.default_rng(0)), (BATCH, TOKENS), 2)
     tables = split.tables({"ring": windowed(layout_of("ring", 2), 5)}, 0)
-    moved = _move_documents(tables, torch.device("meta"))
+    assert tables is not None
+    moved = map_tables(tables, lambda x: x.to("meta"))
     assert isinstance(moved, Mapping)
     _, (moved,) = _to_kwargs((), {"documents": moved}, torch.device("meta"), False)  # as FSDP does
     moved = moved["documents"]
