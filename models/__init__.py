@@ -27,6 +27,7 @@ from dtron.models.hf import HuggingFace
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import HFFamily, HFFolder
 from dtron.models.llama import LLAMA
+from dtron.models.llava import LLAVA
 from dtron.models.mixtral import MIXTRAL
 from dtron.models.qwen3 import QWEN3
 from dtron.models.qwen3_5 import QWEN3_5
@@ -55,7 +56,7 @@ MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
         *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
-        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT, LLAVA),
     )
 }
 

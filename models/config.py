@@ -221,6 +221,22 @@ class DecoderConfig(BaseModel):
     """Weight of the mean of the MTP losses."""
     force_balance: bool = False
     """For benchmarks: assign experts round-robin instead of by the router, for even loads."""
+    vision_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """Number of blocks of the vision encoder (ViT, arXiv:2010.11929), in models that have one
+    (llava)."""
+    vision_dim: int = Field(default=0, ge=0, le=2**20)
+    """Vision encoder: width."""
+    vision_heads: int = Field(default=0, ge=0, le=2**16)
+    """Vision encoder: number of heads, each of width vision_dim / vision_heads."""
+    vision_ffn_dim: int = Field(default=0, ge=0, le=2**24)
+    """Vision encoder: hidden width of the feed-forward layers."""
+    vision_image_size: int = Field(default=0, ge=0, le=2**14)
+    """Vision encoder: height and width of an image, in pixels."""
+    vision_patch_size: int = Field(default=0, ge=0, le=2**14)
+    """Vision encoder: height and width of a patch, in pixels. A patch becomes one token; pixels
+    that fill no patch are not read."""
+    image_token: int = Field(default=0, ge=0, le=2**28)
+    """Id of the placeholder token, in whose places the tokens of images are."""
 
     if TYPE_CHECKING:  # pydantic defines it for frozen models
 
@@ -303,6 +319,12 @@ class DecoderConfig(BaseModel):
         """Gated delta net: width of all queries, keys and values."""
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         return keys + self.delta_value_heads * self.delta_value_dim
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of tokens per image; 0 without a vision encoder."""
+        patch = self.vision_patch_size
+        return (self.vision_image_size // patch) ** 2 if self.vision_layers and patch else 0
 
     @property
     def draws(self) -> bool:

@@ -18,6 +18,7 @@ from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder
 from dtron.models.spec import ModelSpec
+from dtron.models.vision import VisionDecoder
 
 FORWARD_ARGUMENTS = ("positions", "documents", "dropout_keys")
 """Keyword arguments of every forward, in addition to the tokens or hidden states."""
@@ -27,12 +28,21 @@ EXTRA_READS = frozenset({"documents", "attention", "labels"})
 
 def ignored(spec: ModelSpec, name: str) -> bool:
     """Whether a family ignores a field of DecoderConfig or a name of EXTRA_READS."""
-    return spec.build is not Decoder and name not in (spec.reads or ())
+    return not _is_decoder(spec) and name not in (spec.reads or ())
+
+
+def reads_images(spec: ModelSpec) -> bool:
+    """Whether a family has a vision encoder."""
+    return isinstance(spec.build, type) and issubclass(spec.build, VisionDecoder)
+
+
+def _is_decoder(spec: ModelSpec) -> bool:
+    return isinstance(spec.build, type) and issubclass(spec.build, Decoder)
 
 
 def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
     """Yield a warning if parameters and FLOPs are counted as for a Decoder, not for this model."""
-    if spec.build is not Decoder:
+    if not _is_decoder(spec):
         yield (
             f"model.name = {row} builds its own module: its parameters, FLOPs, MFU, memory and "
             "time are counted as those of a Decoder of the same config"
@@ -48,7 +58,7 @@ def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     Raises:
         ConfigError: lists all broken requirements.
     """
-    if spec.build is Decoder:
+    if _is_decoder(spec):
         return
     if broken := list(_broken(row, spec, config)):
         shown = "".join(f"\n  - {each}" for each in broken)

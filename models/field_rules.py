@@ -122,6 +122,26 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
 
+def _wrong_vision(config: "DecoderConfig") -> Iterator[str]:
+    if not config.vision_layers:
+        return
+    why = f"conflicts with vision_layers = {config.vision_layers}; use"
+    sizes = {"dim": 768, "heads": 12, "ffn_dim": 3072, "image_size": 224, "patch_size": 16}
+    for key, usual in sizes.items():
+        if not getattr(config, f"vision_{key}"):
+            yield f"vision_{key} = 0 {why} a size, such as {usual}"
+    dim, heads = config.vision_dim, config.vision_heads
+    if heads and dim % heads:
+        yield f"vision_dim = {dim} {why} a multiple of vision_heads = {heads}"
+    if config.vision_patch_size > config.vision_image_size:
+        yield (
+            f"vision_patch_size = {config.vision_patch_size} {why} at most vision_image_size = "
+            f"{config.vision_image_size}"
+        )
+    if config.image_token >= config.vocab_size:
+        yield f"image_token = {config.image_token} {why} an id below vocab_size"
+
+
 def _small_groups(config: "DecoderConfig") -> Iterator[str]:
     groups, top, chosen = config.n_groups, config.top_groups, config.experts_per_token
     size = config.n_experts // groups
@@ -263,6 +283,16 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "z_loss jitter capacity_factor capacity_pad force_balance",
         "n_experts",
         fix=" or set n_experts",
+    ),
+    _unused(
+        "vision_dim vision_heads vision_ffn_dim vision_image_size vision_patch_size image_token",
+        "vision_layers",
+        fix=" or set vision_layers",
+    ),
+    Rule(
+        "vision_layers vision_dim vision_heads vision_ffn_dim vision_image_size vision_patch_size "
+        "image_token vocab_size",
+        finds_none(_wrong_vision),
     ),
     Rule(
         "ffn_dim n_experts",

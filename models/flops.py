@@ -64,7 +64,7 @@ class FlopsModel:
             adapters: parameters of the adapters that are active for a token; if there are any,
                 all others are frozen.
         """
-        own = n_active_parameters(config) - config.lookup_params
+        own = n_active_parameters(config) - config.lookup_params - n_vision_parameters(config)
         own += config.mtp * config.vocab_size * config.dim
         return cls(
             matmul_params=own + adapters,
@@ -98,7 +98,21 @@ def n_parameters(config: DecoderConfig) -> int:
     if config.post_norm:  # of embeddings and before the head; biases of transform and head
         embeddings += _norm(config, config.dim)
         embeddings += config.dim * (config.dim + 1) + config.vocab_size
-    return layers + _norm(config, config.dim) + embeddings
+    return layers + _norm(config, config.dim) + embeddings + n_vision_parameters(config)
+
+
+def n_vision_parameters(config: DecoderConfig) -> int:
+    """Count the parameters of vision encoder and projector; 0: the model has none.
+
+    FLOPs of these are not counted: they depend on the number of images, not of tokens.
+    """
+    dim, hidden = config.vision_dim, config.vision_ffn_dim
+    if not config.vision_layers:
+        return 0
+    block = 4 * (dim + 1) * dim + (dim + 1) * hidden + (hidden + 1) * dim + 4 * dim
+    patches = (3 * config.vision_patch_size**2 + 1) * dim + config.image_tokens * dim
+    projector = (dim + 1) * config.dim + (config.dim + 1) * config.dim
+    return config.vision_layers * block + patches + projector
 
 
 def n_active_parameters(config: DecoderConfig) -> int:

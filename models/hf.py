@@ -94,6 +94,9 @@ class HuggingFace:
     """Whether transformers stores the weights of norms as gamma - 1."""
     inside: Multimodal | None = None
     """A multimodal architecture whose language model this is; its config is `text_config`."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of a tensor name that other versions of transformers write -> its prefix in `names`.
+    Applied in order, each to the result of those before it."""
     mtp_prefix: str = ""
     """Prefix of the tensors of MTP layers, in place of `model.`, with layers counted from 0; empty:
     they follow the other layers."""

@@ -261,7 +261,10 @@ class HFFolder:
         return found
 
     def _name(self, key: str) -> str | None:
-        """Return a tensor's name in the language model; None: a tensor of another part."""
+        """Return a tensor's name in `HuggingFace.names`; None: of a part that is not read."""
+        for prefix, ours in self._hf.aliases.items():
+            if key.startswith(prefix):
+                key = ours + key.removeprefix(prefix)
         inside = self._hf.inside
         for old, new in self._hf.older_names.items():
             if key.endswith(old):

@@ -119,6 +119,7 @@ class Row:
     argument: int | str = 0
     split: tuple[int, ...] = ()
     n_heads: int = 0
+    partial: tuple[int, ...] = ()
 
 
 class Style:
@@ -155,7 +156,7 @@ def rowwise(output: Placement = Replicate()) -> Row:
     return Row("rowwise", None, output)
 
 
-def sequence(dim: int = 1, split: Sequence[int] = ()) -> Row:
+def sequence(dim: int = 1, split: Sequence[int] = (), partial: Sequence[int] = ()) -> Row:
     """Placement rule: the module computes on a shard of the sequence (torch's SequenceParallel).
 
     Examples are norms and dropout. The module's parameters are replicated; each rank's gradients
@@ -164,8 +165,10 @@ def sequence(dim: int = 1, split: Sequence[int] = ()) -> Row:
     Args:
         dim: sequence dim of the module's input.
         split: positions of replicated arguments to shard along `dim`.
+        partial: positions of replicated arguments that each rank uses for its shard of the sequence
+            only: the backward all-reduces their partial gradients.
     """
-    return Row("sequence", Shard(dim), split=tuple(split))
+    return Row("sequence", Shard(dim), split=tuple(split), partial=tuple(partial))
 
 
 def heads(dim: int = 2) -> Row:

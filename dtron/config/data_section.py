@@ -8,7 +8,7 @@ from dtron.config.schema import MAX_RANKS, MAX_SECONDS, LocalPath, Section, Stat
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """Name of a source in metrics and checkpoints."""
-Format = Literal["text", "chat", "prompt_completion"]
+Format = Literal["text", "chat", "prompt_completion", "image_text"]
 SourcePaths = Annotated[tuple[StatedPath, ...], Field(strict=False, min_length=1)]
 
 
@@ -68,10 +68,18 @@ class Data(Section):
     format: Format = "text"
     """What a row is. `text`: a text, which is trained on whole. `chat`: a conversation, `messages`
     of {role, content} and perhaps `tools`; only tokens of assistants have a loss.
-    `prompt_completion`: two texts or lists of messages; only the completion has a loss."""
+    `prompt_completion`: two texts or lists of messages; only the completion has a loss.
+    `image_text`: a text with `<image>` in place of each image, and `images`, a list of paths
+    relative to the file; the text has a loss, and the model needs a vision encoder."""
     chat_template: StatedPath = ""
     """Template that renders chats: the path of a jinja file, or `chatml`. Empty: the tokenizer's
     own, in its folder; for bytes `chatml`."""
+    image_size: int = Field(default=0, ge=0, le=2**14)
+    """Pixels per side to which images are resized: `model.override.vision_image_size`."""
+    image_tokens: int = Field(default=0, ge=0, le=2**16)
+    """Tokens per image: the number of patches of the model's vision encoder."""
+    image_token: int = Field(default=0, ge=0, le=2**28)
+    """Id of the token in whose places the tokens of images are: `model.override.image_token`."""
     text_key: Text = "text"
     """Key of a JSON line, or column of a Hugging Face data set, that holds the text."""
     tokenizer: StatedPath = "byte"
@@ -106,8 +114,8 @@ class Data(Section):
     cache_dir: LocalPath = "~/.cache/dtron"
     """Folder of tokenized data, which later runs use again."""
     fetch_ahead: int = Field(default=8, ge=0, le=1000)
-    """Number of steps that a background thread reads ahead, of prepared folders in an object store
-    and of a stream. 0: each step reads its own sequences, while the GPU waits."""
+    """Number of steps that a background thread reads ahead, of prepared folders in an object store,
+    of a stream, and of images. 0: each step reads its own sequences, while the GPU waits."""
     store_seconds: int = Field(default=300, ge=1, le=MAX_SECONDS)
     """Prepared folders in an object store: seconds for which a request that fails is repeated,
     before the run ends with an error."""
@@ -176,10 +184,21 @@ class Data(Section):
         return self.format != "text"
 
     @property
+    def chats(self) -> bool:
+        """Whether rows are chats."""
+        return self.format in ("chat", "prompt_completion")
+
+    @property
     def has_chats(self) -> bool:
-        """Whether a part of the data, or a validation set, is not of texts."""
+        """Whether a part of the data, or a validation set, is of chats."""
         parts = [*self.parts.values(), *self.validation_parts.values()]
-        return any(part.masked for part in parts)
+        return any(part.chats for part in parts)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a part of the data, or a validation set, has images."""
+        parts = [*self.parts.values(), *self.validation_parts.values()]
+        return any(part.format == "image_text" for part in parts)
 
     @property
     def in_store(self) -> bool:
@@ -191,4 +210,5 @@ class Data(Section):
     @property
     def steps_ahead(self) -> int:
         """Number of steps that the loader reads ahead: `fetch_ahead`; 0 if that has no effect."""
-        return self.fetch_ahead if self.hf_streaming or self.in_store else 0
+        slow = self.hf_streaming or self.in_store or self.has_images
+        return self.fetch_ahead if slow else 0

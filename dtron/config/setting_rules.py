@@ -283,7 +283,7 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("data.validation", needs="train.eval_sequences"),
     Rule(
         "data.bos_token",
-        lambda c: not all(part.masked for part in c.data.parts.values()),
+        lambda c: not all(part.chats for part in c.data.parts.values()),
         needs='data.format = "text": chats begin as their template says',
     ),
     Rule(
@@ -291,7 +291,12 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
         lambda c: c.data.source != "prepared",
         needs='data.source = "files" or "hf"',
     ),
-    Rule("data.text_key", lambda c: not c.data.masked, needs='data.format = "text"'),
+    Rule("data.text_key", lambda c: not c.data.chats, needs='data.format = "text" or "image_text"'),
+    Rule(
+        "data.image_size data.image_tokens data.image_token",
+        lambda c: c.data.has_images,
+        needs='data.format = "image_text"',
+    ),
     Rule(
         "data.chat_template",
         lambda c: c.data.has_chats and c.data.source != "prepared",
@@ -301,8 +306,9 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("data.substreams", lambda c: c.data.hf_streaming, needs="data.hf_streaming"),
     Rule(
         "data.fetch_ahead",
-        lambda c: c.data.hf_streaming or c.data.in_store,
-        needs='data.hf_streaming, or data.source = "prepared" with a URL',
+        lambda c: c.data.hf_streaming or c.data.in_store or c.data.has_images,
+        needs='data.hf_streaming, data.format = "image_text", or data.source = "prepared" with a '
+        "URL",
     ),
     Rule(
         "data.store_seconds",
@@ -535,9 +541,20 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule(
         "data.format data.packing",
-        lambda c: not c.data.has_chats or c.data.packing != "cut",
-        'data.packing = "cut" would cut chats anywhere; set data.packing = "best_fit" and '
-        'data.mask_documents = true, or data.packing = "pad"',
+        lambda c: not (c.data.has_chats or c.data.has_images) or c.data.packing != "cut",
+        'data.packing = "cut" would cut chats and images anywhere; set data.packing = "best_fit" '
+        'and data.mask_documents = true, or data.packing = "pad"',
+    ),
+    Rule(
+        "data.format data.source",
+        lambda c: not c.data.has_images or c.data.source == "files",
+        'data.format = "image_text" reads JSONL files, which have the paths of images, not '
+        'data.source = "{c.data.source}"; use data.source = "files"',
+    ),
+    Rule(
+        "data.format data.image_size data.image_tokens",
+        lambda c: not c.data.has_images or (c.data.image_size and c.data.image_tokens),
+        needs="data.image_size and data.image_tokens, those of the model's vision encoder",
     ),
     Rule(
         "data.paths data.mixture",

@@ -38,6 +38,7 @@ from dtron.data.corpus.document_index import DocumentIndex, Documents
 from dtron.data.packing import (
     IGNORE,
     Packed,
+    SequencePlan,
     Tokens,
     UnreadSequence,
     Waste,
@@ -342,7 +343,7 @@ class FixedPieces:
     only the first sequences.
     """
 
-    def __init__(self, plan: PackingPlan) -> None:
+    def __init__(self, plan: SequencePlan) -> None:
         self._plan, self._order = plan, plan.order(0, 0)
 
     def __len__(self) -> int:

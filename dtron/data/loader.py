@@ -62,6 +62,10 @@ class Batch:
     mtp_labels: Tensor | None = None
     """int64 (B, T, P), labels of `mtp_tokens`; -100 where they are in another document or
     sequence"""
+    images: Tensor | None = None
+    """uint8 (N, 3, S, S), images of all rows, in RGB; None: data without images"""
+    image_index: Tensor | None = None
+    """int64 (B, T, 2), (image, index among its tokens) of each token; (-1, -1): text"""
     sources: Tensor | None = None
     """bool (B, S), whether a row is from each of the S sources of a mixture; None: no mixture"""
 
@@ -82,6 +86,25 @@ class Batch:
         """Return the tables of context-parallel attention that stay on the host."""
         tables = self.documents if isinstance(self.documents, Mapping) else {}
         return [x for key, row in tables.items() if key.endswith(ON_HOST) for x in row]
+
+    def with_used_images(self, size: int) -> "Batch":
+        """Return the batch with the images that its tokens use, at least one.
+
+        Every rank encodes an image, so that all ranks take part in the collectives of the encoder.
+
+        Args:
+            size: S, pixels per side of images.
+        """
+        if self.images is None or self.image_index is None:
+            text = self.tokens.new_full((*self.tokens.shape, 2), -1)
+            return replace(self, images=_blank(size), image_index=text)
+        used, image = self.image_index[..., 0].unique(return_inverse=True)
+        used = used[used >= 0]
+        if not len(used):
+            return replace(self, images=_blank(size))
+        first = int(self.image_index.min() < 0)  # where text is among the unique values, at 0
+        index = torch.stack([image - first, self.image_index[..., 1]], -1)
+        return replace(self, images=self.images[used], image_index=index)
 
     def look_ahead(self, n: int) -> "Batch":
         """Return the batch with `mtp_tokens` and `mtp_labels`, up to n tokens ahead.
@@ -273,6 +296,7 @@ def map_tables(tables: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
 def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
     """Stack the sequences `rows` to a Batch."""
     packed = [read(k) for k in rows]
+    images, image_index = _images(packed)
     masked = packed[0].documents is not None
     return Batch(
         tokens=_field(packed, "tokens"),
@@ -282,8 +306,28 @@ def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
         documents=_field(packed, "documents") if masked else None,
         padding=sum(row.padding for row in packed),
         pieces=_field(packed, "pieces") if packed[0].pieces is not None else None,
+        images=images,
+        image_index=image_index,
         sources=_sources([row.source for row in packed if row.source is not None]),
     )
+
+
+def _images(packed: list[Packed]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the images of all rows, and the index of their tokens: see `Batch`."""
+    given = [row.images for row in packed if row.images is not None]
+    if not given:
+        return None, None
+    shifted, before = [], 0
+    for row in packed:
+        own = row.image_index
+        own = np.full((len(row.tokens), 2), -1) if own is None else own
+        shifted.append(np.where(own < 0, -1, own + np.array([before, 0])))
+        before += 0 if row.images is None else len(row.images)
+    return torch.from_numpy(np.concatenate(given)), torch.from_numpy(np.stack(shifted))
+
+
+def _blank(size: int) -> Tensor:
+    return torch.zeros((1, 3, size, size), dtype=torch.uint8)
 
 
 def _sources(sources: list[tuple[int, int]]) -> Tensor | None:

@@ -54,6 +54,10 @@ class Packed:
     spans: tuple[tuple[int, int], ...] = ()
     """(first, last + 1) positions in the corpus of the tokens of each document piece, and of the
     label after them. Empty for a stream"""
+    images: np.ndarray | None = None
+    """uint8 (n, 3, S, S), images of the sequence, in RGB; None: data without images"""
+    image_index: np.ndarray | None = None
+    """int64 (T, 2), (image, index among its tokens) of each token; (-1, -1): text"""
     source: tuple[int, int] | None = None
     """(index, n): the source, among the n of a mixture by name; None: no mixture"""
 

@@ -42,6 +42,7 @@ from dtron.data.corpus.readers.custom import custom_corpus
 from dtron.data.corpus.shards import META
 from dtron.data.corpus.token_corpus import TokenCorpus, joined, open_corpus, tokenizer_of
 from dtron.data.corpus.tokenize import cores
+from dtron.data.images.sequences import with_images
 from dtron.data.mixture import MixedSource, Mixture
 from dtron.data.packing import (
     CutDocuments,
@@ -257,6 +258,7 @@ def open_data(data: Data, *, seq_len: int, seed: int) -> Sources:
     else:
         counts = count_sequences(index, seq_len, data.packing)
         plan = PackedGroups(corpus.tokens, index, counts, packing=data.packing, **settings)
+        plan = with_images(data, corpus.tokens, plan)
     held_out = index.held_out()
     if not len(held_out):
         _warn_of_no_validation(data)
@@ -285,7 +287,8 @@ def _validation(
         return None
     if data.packing == "cut":
         return OrderedDocuments(tokens, documents, **settings)
-    return FixedPieces(PackingPlan(tokens, documents, packing=data.packing, **settings))
+    plan = PackingPlan(tokens, documents, packing=data.packing, **settings)
+    return FixedPieces(with_images(data, tokens, plan))
 
 
 def identity_of(data: Data, tokenizer: Tokenizer) -> dict[str, str]:

@@ -52,6 +52,31 @@ class MaskedText:
 
 
 @dataclass(frozen=True)
+class ImageText:
+    """A document of text and images, of which only the text has a loss."""
+
+    parts: tuple[str, ...]
+    """Texts before, between and after the images."""
+    images: tuple[str, ...]
+    """Paths of the images relative to `folder`, one fewer than `parts`."""
+    folder: Path
+    name: str
+    """File and line, for messages."""
+    token: int
+    """Id of the token in whose places the tokens of images are."""
+    tokens: int
+    """Number of tokens per image."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the images."""
+        return [str(self.folder / image) for image in self.images]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+@dataclass(frozen=True)
 class TokenDocument:
     """A document that was tokenized before."""
 
@@ -80,7 +105,7 @@ class TokenDocument:
 
 Ids = Sequence[int] | np.ndarray
 Spans = Sequence[tuple[int, int]]
-Document = str | MaskedText | TokenDocument
+Document = str | MaskedText | TokenDocument | ImageText
 """A document before it is tokenized, or a tokenized one without EOS or with it."""
 
 
@@ -275,6 +300,8 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> lis
         if isinstance(each, str)
         else _bordered(tokenizer, each.ids)
         if isinstance(each, TokenDocument)
+        else encode_image_text(tokenizer, each)
+        if isinstance(each, ImageText)
         else _masked(tokenizer, each, *next(encoded))
         for each in documents
     ]
@@ -287,6 +314,17 @@ def _bordered(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     before = [] if tokenizer.bos_id in (None, int(ids[0])) else [tokenizer.bos_id]
     after = [] if ids[-1] == tokenizer.eos_id else [tokenizer.eos_id]
     return np.concatenate([np.array(x, np.int64) for x in (before, ids, after)])
+
+
+def encode_image_text(tokenizer: Tokenizer, document: ImageText) -> list[int]:
+    """Return the tokens of a document; without text and images there are none."""
+    if not document.images and not "".join(document.parts).strip():
+        return []
+    image = [document.token | NO_LOSS] * document.tokens
+    first, *others = tokenizer.encode_batch(document.parts)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    rest = [token for ids in others for token in (*image, *ids)]
+    return [*begin, *first, *rest, tokenizer.eos_id]
 
 
 def _masked(tokenizer: Tokenizer, document: MaskedText, ids: list[int], spans: Spans) -> list[int]:

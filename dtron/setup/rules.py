@@ -22,7 +22,7 @@ from dtron.lora.adapters import adapters, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
-from dtron.models.contract import ignored
+from dtron.models.contract import ignored, reads_images
 from dtron.models.flops import FlopsModel, flops_per_token
 from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.expert import bounded_all_to_all, deepep, symmetric_dispatch
@@ -221,6 +221,9 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
     heads |= {"delta_key_heads": model.delta_key_heads} if model.delta_key_heads else {}
+    if model.vision_layers:
+        heads |= {"vision_heads": model.vision_heads, "vision_ffn_dim": model.vision_ffn_dim}
+        heads |= {"dim": model.dim}
     shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
     split = [("tp", model.n_heads, heads | shared)]
     if model.n_experts:
@@ -328,6 +331,27 @@ def _sequence_chunks(run: ModelCandidate) -> int:
     return math.lcm(2 * cp, cp * tp) if cp > 1 else 1
 
 
+def _other_images(run: ModelCandidate) -> Iterator[str]:
+    """Yield an error for each setting of images that is not the model's."""
+    data, model = run.config.data, run.model
+    if not data.has_images:
+        return
+    if not model.vision_layers:
+        yield (
+            f'data.format = "image_text": model.name = {run.config.model.name} has no vision '
+            'encoder; use model.name = "llava"'
+        )
+        return
+    sizes = {
+        "image_size": model.vision_image_size,
+        "image_tokens": model.image_tokens,
+        "image_token": model.image_token,
+    }
+    for key, value in sizes.items():
+        if (found := getattr(data, key)) != value:
+            yield f"data.{key} = {found} differs from the model's {value}; use {value}"
+
+
 def _own_tokens(run: ModelCandidate) -> int:
     """Return the number of tokens of a sequence that a rank holds between blocks."""
     parallel = run.parallel
@@ -407,6 +431,30 @@ def _wrong_objective(run: ModelCandidate) -> Iterator[str]:
 MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("model.name model.size model.override", passes(lambda c: c.model)),
     Rule(f"model.override {' '.join(_READ_BY_MODELS)}", finds_none(_unread)),
+    Rule(
+        "model.override model.name",
+        lambda c: bool(c.model.vision_layers) == reads_images(c.spec),
+        lambda c: (
+            f"model.override.vision_layers = {c.model.vision_layers} with model.name = "
+            f"{c.config.model.name}: "
+            + (
+                "the family has a vision encoder; use 1 or more"
+                if reads_images(c.spec)
+                else 'the family has no vision encoder; use 0, or model.name = "llava"'
+            )
+        ),
+    ),
+    Rule(
+        "compile.cuda_graphs model.override",
+        lambda c: c.config.compile.cuda_graphs == "off" or not c.model.vision_layers,
+        'compile.cuda_graphs = "step" with model.override.vision_layers = {c.model.vision_layers}: '
+        "the number of images differs between micro-batches, and a graph has fixed shapes; use "
+        '"off"',
+    ),
+    Rule(
+        "data.format data.image_size data.image_tokens data.image_token model.override",
+        finds_none(_other_images),
+    ),
     Rule(
         "train.seq_len model.override",
         lambda c: c.model.positions != "learned" or c.train.seq_len <= c.model.max_seq_len,

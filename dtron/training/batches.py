@@ -36,6 +36,8 @@ class RankTokens:
         if not config.n_experts:  # the forward of a model without routers may lack both
             order = local.order if config.delta_key_heads else None
             local = replace(local, pieces=None, order=order)
+        if config.vision_layers:
+            local = local.with_used_images(config.vision_image_size)
         return replace(local, documents=documents).to(self.device)
 
 
@@ -134,6 +136,7 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
         pieces=None if batch.pieces is None else batch.pieces.gather(1, index),
         mtp_tokens=shard(batch.mtp_tokens),
         mtp_labels=shard(batch.mtp_labels),
+        image_index=shard(batch.image_index),
     )
 
 

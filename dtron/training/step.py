@@ -374,6 +374,8 @@ def as_micro_batch(
         others["mtp_tokens"] = batch.mtp_tokens
     if batch.order is not None:
         others["order"] = batch.order
+    if batch.images is not None:
+        others |= {"images": batch.images, "image_index": batch.image_index}
     if batch.pieces is not None:
         others["real"] = batch.pieces >= 0
     if labelled and batch.mtp_labels is not None:

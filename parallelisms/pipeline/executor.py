@@ -414,8 +414,6 @@ def _key(action: Action) -> Key:
     return action.stage, -1 if action.micro_batch is None else action.micro_batch
 
 
-def _header(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER - 2:
 def _floats(tensors: Tensors) -> list[Tensor]:
     """Return the tensors that have a gradient."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]

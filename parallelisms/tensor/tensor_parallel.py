@@ -281,6 +281,8 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str, str]
 def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Replicas) -> None:
     if isinstance(row, Row) and row.split:
         _shard_arguments(module, mesh, row)
+    for argument in row.partial if isinstance(row, Row) else ():
+        _PrepareArgument(argument, Replicate(), Replicate(), to_local=True).apply(module, mesh)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
     if isinstance(row, Row):

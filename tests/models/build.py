@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"n_kv_heads": 2, **MIXTURE, **DELTA},
     "deepseek_v3": {"n_kv_heads": 4, **MIXTURE, **LATENT, "ffn_dim": 96},
     "gpt_oss": {"n_kv_heads": 2, **MIXTURE, "window": 7},
+    "llava": {"n_kv_heads": 2, "vision_layers": 1, "image_token": 96},
 }
 
 

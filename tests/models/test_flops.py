@@ -68,7 +68,9 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     assert n_parameters(config) == sum(sizes.values())
     experts = sum(size for fqn, size in sizes.items() if ".experts." in fqn)
     idle = experts * (1 - config.experts_per_token / config.n_experts) if experts else 0
-    active = sum(sizes.values()) - config.lookup_params - idle + config.mtp * sizes["embed.weight"]
+    images = sum(n for fqn, n in sizes.items() if fqn.startswith(("vision.", "projector.")))
+    active = sum(sizes.values()) - config.lookup_params - idle - images
+    active += config.mtp * sizes["embed.weight"]
     assert FlopsModel.of(config).matmul_params == active
 
 

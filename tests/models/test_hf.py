@@ -377,8 +377,10 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path: Path, name: str) ->
     config = small_config(name, tied=name == "bert", norm_zero_centered=True)
     model = varied(initialized(name, config))
     to_hf(model, tmp_path / "hf", name=name)
-    kind = "AutoModelForCausalLM" if config.causal else "AutoModelForMaskedLM"
-    theirs = getattr(transformers, kind).from_pretrained(tmp_path / "hf").eval()
+    images = MODELS[name].sizes["debug"].vision_layers
+    causal = "AutoModelForImageTextToText" if images else "AutoModelForCausalLM"
+    kind = getattr(transformers, causal if config.causal else "AutoModelForMaskedLM")
+    theirs = kind.from_pretrained(tmp_path / "hf").eval()
     x = tokens()
     expected = model.eval()(x)
     assert (theirs(x).logits - expected).norm() / expected.norm() < 1e-5

@@ -9,11 +9,19 @@ from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.float8 import RECIPES
 from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
-from tests.parallelisms.parity import DELTA, DENSE, FULL, LIMITED, MTP, SELECTIVE, SIZES, Case
+from tests.parallelisms.parity import (
+    DELTA,
+    FULL,
+    LIMITED,
+    MIXTURES,
+    MTP,
+    SELECTIVE,
+    SIZES,
+    Case,
+)
 
 Keys = dict[str, Any]
 WORLDS = (1, 2, 4)
-MIXTURES = [name for name in MODELS if name not in DENSE]
 V = "ZBVZeroBubble"
 COMPILED = Compile(enable=True)
 
@@ -203,6 +211,7 @@ WIDTHS: dict[str, Keys] = {
     "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
     "gpt_oss": {**WIDE_EXPERTS, "window": 20},
+    "llava": {**WIDE, "vision_dim": 64, "vision_ffn_dim": 128},
 }
 
 

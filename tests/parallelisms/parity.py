@@ -98,8 +98,11 @@ FIGURE = 1e-6
 """Deviations of logged figures up to this count as 0: routers log float32, whatever the model
 computes in."""
 DECIBELS = 1.0
-DENSE = [name for name, spec in MODELS.items() if not spec.sizes["debug"].n_experts]
-"""Families without experts."""
+MIXTURES = [name for name, spec in MODELS.items() if spec.sizes["debug"].n_experts]
+VISION = [name for name, spec in MODELS.items() if spec.sizes["debug"].vision_layers]
+"""Families with a vision encoder."""
+DENSE = [name for name in MODELS if name not in (*MIXTURES, *VISION)]
+"""Families without experts and vision encoder."""
 SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
 EXPERTS = {
     "ffn_dim": 0,
@@ -156,6 +159,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
     },
     "gpt_oss": {**SMALL, **EXPERTS, "head_dim": 8, "window": 5},
+    "llava": {
+        **SMALL,
+        **{"vision_layers": 2, "vision_dim": 24, "vision_heads": 4, "vision_ffn_dim": 40},
+        **{"vision_image_size": 9, "vision_patch_size": 4, "image_token": 5},
+    },
 }
 
 
@@ -355,7 +363,8 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
     if case.packing:
         source = packed_documents(case.packing, case.documents, case.seq_len, vocabulary)
         first = step * case.sequences
-        return mixed(stacked(source.sequence, range(first + rows.start, first + rows.stop)))
+        batch = stacked(source.sequence, range(first + rows.start, first + rows.stop))
+        return mixed(with_images(case, batch))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     labels = torch.randint(vocabulary, shape, generator=generator)
@@ -377,7 +386,39 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
             documents, pieces = documents - pieces * 2, torch.where(pieces < 0, -1, documents)
     number = sequence[:, 0] + step * case.sequences
     batch = Batch(tokens[part], labels[part], number[part], positions, documents)
-    return mixed(replace(batch, pieces=pieces))
+    return mixed(with_images(case, replace(batch, pieces=pieces)))
+
+
+IMAGES = ((1, range(4)), (9, range(1, 4)))
+"""First token of a sequence that is of an image, and which tokens of the image follow."""
+
+
+def with_images(case: Case, batch: Batch) -> Batch:
+    """The batch with images, for a family that reads them: no, one or two of each sequence.
+
+    They are at IMAGES.
+    """
+    if case.model not in VISION:
+        return batch
+    index = torch.full((*batch.tokens.shape, 2), -1)
+    images = []
+    for row, number in enumerate(batch.sequence.tolist()):
+        generator = torch.Generator().manual_seed(number)
+        shown = [place for place in IMAGES if place[0] + len(place[1]) <= case.seq_len]
+        for first, tokens in shown[: number % 3]:
+            place = torch.tensor([[len(images), token] for token in tokens])
+            index[row, first : first + len(tokens)] = place
+            images.append(torch.randint(256, (3, 9, 9), generator=generator, dtype=torch.uint8))
+    if images:
+        batch = replace(batch, images=torch.stack(images), image_index=index)
+    return batch.with_used_images(9)
+
+
+def image_arguments(batch: Batch) -> dict[str, Tensor]:
+    """The images of a batch, as arguments of a model."""
+    if batch.images is None or batch.image_index is None:
+        return {}
+    return {"images": batch.images, "image_index": batch.image_index}
 
 
 def mixed(batch: Batch) -> Batch:
@@ -543,6 +584,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
             inputs = (batch.tokens, batch.positions, batch.documents, keys)
             others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
             others |= {"mtp_tokens": ahead} if config.mtp else {}
+            others |= image_arguments(batch)
             outputs = model(*inputs, **others)
             outputs = outputs if config.mtp else (outputs,)
             each = sequence_losses(outputs[0], batch.labels)
@@ -627,6 +669,7 @@ def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.d
     for first in range(0, case.sequences, at_once):
         batch = make_batch(case, range(first, first + at_once), case.steps).to(device.type)
         others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
+        others |= image_arguments(batch)
         logits = model(batch.tokens, batch.positions, batch.documents, **others)
         total += sequence_losses(logits, batch.labels).sum().item()
         n_valid += (batch.labels != -100).sum().item()
@@ -840,6 +883,8 @@ def micro_batches(case: Case, mesh: Mesh, step: int, mtp: int = 0) -> list[Batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
     shares = [shard_batch(batch, mesh, context_of(case), mtp) for batch in batches]
+    if case.model in VISION:
+        shares = [share.with_used_images(9) for share in shares]
     return [share.to(mesh.device_type) for share in shares]
 
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from dtron.config import Compile, CpMethod, Parallel, Recompute
-from dtron.models import MODELS
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,
     FULL,
+    MIXTURES,
     SINKHORN,
     SIZES,
     TOLERANCE,
@@ -268,7 +268,6 @@ AXES = ("dp_replicate", "dp_shard", "tp", "pp")
 GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in DENSE]
 SAMPLES = [case for model in DENSE for case in in_samples(model)]
 CONTEXTS = [case for model in DENSE for case in in_contexts(model)]
-MIXTURES = [model for model in MODELS if model not in DENSE]
 MIXED = [case for model in MIXTURES for case in in_experts(model)]
 CASES = [*GRID, *SAMPLES, *CONTEXTS, *MIXED]
 

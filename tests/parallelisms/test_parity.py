@@ -27,6 +27,7 @@ from tests.parallelisms.parity import (
     FULL,
     LATENT8,
     LIMITED,
+    MIXTURES,
     MTP,
     SELECTIVE,
     SINKHORN,
@@ -87,7 +88,7 @@ Choice = tuple[int, ...]
 
 # The same for mixtures of experts, on at most four ranks.
 EXPERT_AXES: Axes = {
-    "model": [{"model": name} for name in MODELS if name not in DENSE],
+    "model": [{"model": name} for name in MIXTURES],
     "data": [{}, {"parallel": {"dp_shard": 2}}, {"parallel": {"dp_replicate": 2}}],
     "experts": [
         {},
@@ -190,7 +191,7 @@ def all_pairs(axes: Axes) -> set[tuple[int, int, int, int]]:
 def cost(case: Case) -> float:
     """About how long a case takes, in no unit: ranks share the cores, each compiles for itself."""
     split = case.parallel.tp > 1
-    long_blocks = case.model not in DENSE or case.recompute.mode in ("selective", "attention")
+    long_blocks = case.model in MIXTURES or case.recompute.mode in ("selective", "attention")
     compiled = 3 + 2 * long_blocks + 1.5 * split if case.compile.enable else 0
     return 1 + case.world * (1 + 0.8 * split + compiled)
 
@@ -357,6 +358,11 @@ HYBRID_CASES = [
     Case("qwen3_5", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
     Case("qwen3_5", 2, recompute=Recompute(mode="full", modules=["delta", "ffn"])),
     Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
+    Case("llava", 2, Parallel(tp=2), FULL, micro_batch=2),
+    Case("llava", 2, Parallel(zero=3), override={"tied": True}, optimizer="adamw"),
+    Case("llava", 4, Parallel(cp=2, tp=2, sequence_parallel=False), documents=True),
+    Case("llava", 4, Parallel(pp=2, tp=2, schedule=V), packing="best_fit", documents=True),
+    Case("llava", 4, Parallel(pp=2, cp=2), dtype="float64", loss_chunks=2),
     # with experts, and with a second token
     Case("qwen3_5_moe", 2, Parallel(tp=2, ep=2), override={"mtp": 1}, dtype="float64"),
     Case("qwen3_5_moe", 4, EXCHANGED_CONTEXT, documents=True, micro_batch=2),

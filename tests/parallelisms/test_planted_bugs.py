@@ -26,7 +26,7 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
-from dtron.models import decoder, gated_delta_net
+from dtron.models import decoder, gated_delta_net, llava
 from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.context import halo
@@ -43,6 +43,7 @@ from dtron.parallelisms.offload import Offload
 from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.stages import SharedWeights
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
+from dtron.parallelisms.placement import Row, sequence
 from dtron.parallelisms.tensor import async_tp, head_loss
 from dtron.parallelisms.tensor import tensor_parallel as tensor
 from dtron.training import expert_balancing as routing
@@ -607,6 +608,28 @@ def gates_without_input_gradient() -> None:
     apply.apply_tensor_parallel = splits
 
 
+def image_gradients_not_reduced() -> None:
+    """Each tp rank's encoder learns from the image tokens of its own part of the sequence."""
+
+    def without_sum(split: Sequence[int] = (), partial: Sequence[int] = ()) -> Row:
+        return sequence(split=split)
+
+    llava.sequence = without_sum
+
+
+def images_of_another_micro_batch() -> None:
+    """Tokens of a micro-batch are placed from the images of the one before."""
+    make, before = step.as_micro_batch, {}
+
+    def exchanged(batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        tokens, others = make(batch, *args, **kwargs)
+        own, images = others["images"], before.get("images", others["images"])
+        before["images"] = own
+        return tokens, {**others, "images": images[torch.arange(len(own)) % len(images)]}
+
+    step.as_micro_batch = exchanged
+
+
 def local_layers_at_the_global_base() -> None:
     """Layers with a window rotate by the table of the layers without one."""
     tables = decoder.Decoder._rope_tables
@@ -735,6 +758,8 @@ NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
 HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
+IMAGES = Case("llava", 2, Parallel(tp=2), sequences=2)
+MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 TOGETHER = Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True))
@@ -752,6 +777,7 @@ LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(up|down))|embed)\.weight
 LINEARS8 = r"gradient blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))\.weight"
 FACTORS = r"gradient .*((w[qkv]|gate|up)[._]lora_a|(wo|down)[._]lora_b)"
 EVERYTHING = r"gradient .*"
+ENCODER = r"gradient (vision|projector)\..*"
 BEFORE_HEAD = r"gradient (?!head).*"
 BEFORE_LAST = r"gradient (?!blocks\.4\.|norm|head).*"
 ALSO_LOSS = r"loss 0|gradient .*"
@@ -823,6 +849,8 @@ BUGS = [
     Bug(channels_of_first_rank, DELTA, ALSO_LOSS),
     Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
+    Bug(image_gradients_not_reduced, IMAGES, ENCODER),
+    Bug(images_of_another_micro_batch, MANY_IMAGES, ALSO_LOSS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
     Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),

@@ -22,7 +22,9 @@ from dtron.parallelisms.initialize import Initializer, initialize
 from tests.models.build import delta_rule_by_token
 from tests.parallelisms import parity
 from tests.parallelisms.parity import (
+    DENSE,
     MAX_NORM,
+    MIXTURES,
     SEED,
     Case,
     Outcome,
@@ -51,7 +53,7 @@ def case(name: str, seq_len: int, documents: bool = False, **override: Any) -> C
     return Case(name, override={**override, **plain}, seq_len=seq_len, **keys)
 
 
-FAMILIES = [name for name, spec in MODELS.items() if spec.hf is not None]
+FAMILIES = [name for name in (*DENSE, *MIXTURES) if MODELS[name].hf is not None]
 CASES = {
     **{name: debug(name) for name in ("gpt_oss", "qwen3_moe")},
     **{f"{name}, parity's size, documents": case(name, 16, documents=True) for name in FAMILIES},

@@ -30,7 +30,8 @@ from dtron.data.corpus.files import (
 )
 from dtron.data.corpus.parquet import MAX_INFLATION, read_parquet
 from dtron.data.corpus.readers.megatron import read_megatron
-from dtron.data.tokenizer import Document, TokenDocument, Tokenizer
+from dtron.data.images.rows import check_images, image_text
+from dtron.data.tokenizer import Document, ImageText, TokenDocument, Tokenizer
 from dtron.errors import ConfigError, DataError, nearest, shorten
 from dtron.io.untrusted import MB
 
@@ -72,11 +73,13 @@ class Reading:
         return reader_of_rows(self.data)
 
     def fitting(self, documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Document]:
-        """Yield documents; refuse tokens that the vocabulary lacks."""
+        """Yield documents; refuse tokens that the vocabulary lacks, and images without a file."""
         for each in documents:
             try:
                 if isinstance(each, TokenDocument):
                     each.check(tokenizer)
+                elif isinstance(each, ImageText):
+                    check_images(each, tokenizer)
             except DataError as error:
                 self.refuse(error)
                 continue
@@ -157,20 +160,24 @@ def _identity(files: Sequence[File | None], rows: object) -> str:
 
 def identity_of_rows(data: Data) -> object:
     """Return what identifies how rows become documents: of chats, the format and the template."""
-    return ChatRows(data).identity if data.masked else data.text_key
+    if data.has_images:
+        return ["image_text", data.text_key, data.image_token, data.image_tokens]
+    return ChatRows(data).identity if data.chats else data.text_key
 
 
 def reader_of_rows(data: Data) -> Callable[[Any, str], Document]:
     """Return a function that makes a document of a row and its name for messages."""
-    if data.masked:
+    if data.chats:
         return ChatRows(data).document
-    return lambda row, where: text_of(row, data.text_key, where)
+    if not data.has_images:
+        return lambda row, where: text_of(row, data.text_key, where)
+    return lambda row, where: image_text(text_of(row, data.text_key, where), row, where, data)
 
 
 def columns_of(data: Data, known: Iterable[str]) -> list[str]:
     """Return the columns to read of a table that has the columns `known`."""
-    needed = COLUMNS[data.format] if data.masked else (data.text_key,)
-    return [*needed, *(key for key in OPTIONAL if data.masked and key in known)]
+    needed = COLUMNS[data.format] if data.chats else (data.text_key,)
+    return [*needed, *(key for key in OPTIONAL if data.chats and key in known)]
 
 
 def _task_bytes(sizes: Iterable[tuple[object, int]]) -> int:

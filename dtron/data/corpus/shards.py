@@ -88,12 +88,17 @@ class ShardWriter:
         """Number of documents and of tokens so far."""
         return len(self._lengths), self._tokens
 
-    def add(self, ids: Ids) -> None:
-        """Append a document, at least one token."""
+    def add(self, ids: Ids, images: Sequence[str] = ()) -> None:
+        """Append a document, at least one token.
+
+        Args:
+            images: the document's images as its row names them; documents with equal tokens but
+                other images are no duplicates.
+        """
         encoded = np.array(ids, self._dtype).tobytes()
         self._file.write(encoded)
         self._content.update(encoded)
-        self._hashes.append(hash_of(encoded))
+        self._hashes.append(hash_of(encoded + "\0".join(images).encode()))
         self._lengths.append(len(ids))
         self._tokens += len(ids)
 

@@ -80,9 +80,10 @@ def write_shard(
             before = writer.counts[0]
             for texts in _batches(reading.fitting(corpus_texts(part, reading), tokenizer)):
                 characters += sum(len(x) for x in texts if not isinstance(x, TokenDocument))
-                for ids in encode_documents(tokenizer, texts):
+                encoded = encode_documents(tokenizer, texts)
+                for document, ids in zip(texts, encoded, strict=True):
                     if len(ids):
-                        writer.add(ids)
+                        writer.add(ids, getattr(document, "images", ()))
                     else:
                         empty += 1
                 report(*writer.counts)
