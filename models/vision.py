@@ -159,6 +159,6 @@ class VisionDecoder(Decoder):
             assert image_index is not None, "images need the index of their tokens"
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-            x = self._embed(x, positions, dropout_keys)
+            x = self._embed(x, positions, dropout_keys, None)
             x = self.place_images(x, self.projector(self.vision(images)), image_index)
         return super().forward(x, positions, documents, dropout_keys, **others)

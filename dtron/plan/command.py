@@ -186,7 +186,10 @@ def dry_run(config: RunConfig, name: str) -> int:
 def _rate_of(source: TrainingSource, config: RunConfig, world_size: int) -> float:
     """Measure the tokens per second that the first data-parallel rank reads here."""
     train, share = config.train, _sequences_per_rank(config, world_size)
-    settings = {"global_batch": train.global_batch, "micro_batch": train.micro_batch}
+    settings: dict[str, Any] = {
+        "global_batch": train.global_batch,
+        "micro_batch": train.micro_batch,
+    }
     loader = Loader(source, dp_rank=0, dp_size=round(1 / share), **settings)
     begin = loader.state_dict()
 

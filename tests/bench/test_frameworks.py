@@ -227,6 +227,7 @@ FREE = {
     "parallel.zero",
     "parallel.reduce",
     "parallel.accumulate_in_matmul",
+    "compile.cuda_graphs",
     "parallel.overlap_micro_batches",
     "parallel.prefetch",
     "parallel.stages_per_rank",

@@ -122,7 +122,7 @@ def steps_of(data: Data, case: Draw, first: int, state: Any) -> tuple[list[Step]
     ranks = []
     for rank in range(case.dp_size):
         source, _ = sources.open_data(data, seq_len=SEQ_LEN, seed=case.seed)
-        settings = {"micro_batch": case.micro_batch, "dp_rank": rank, "dp_size": case.dp_size}
+        settings: Any = {"micro_batch": case.micro_batch, "dp_rank": rank, "dp_size": case.dp_size}
         ranks.append(Loader(source, global_batch=8, ahead=case.ahead, **settings))
         if state is not None:
             ranks[-1].load_state_dict(state)

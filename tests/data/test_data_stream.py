@@ -242,7 +242,7 @@ def divided(texts: list[str], packing: str, n: int, n_held_out: int = 2) -> Subs
 
 
 def loaders_of(make: Callable[[], TrainingSource], dp_size: int, micro_batch: int) -> list[Loader]:
-    settings = {"global_batch": 12, "micro_batch": micro_batch, "dp_size": dp_size}
+    settings: Any = {"global_batch": 12, "micro_batch": micro_batch, "dp_size": dp_size}
     return [Loader(make(), dp_rank=rank, **settings) for rank in range(dp_size)]
 
 
