@@ -351,7 +351,7 @@ class Decoder(nn.Module):
                 predictions.append((block, keys))
             elif isinstance(block, DeltaBlock):
                 x = self._through(block, routed, x, starts, order, keys)
-            else:
+            elif int(layer) < self.config.n_layers:  # not the place of another stage's MTP block
                 table = local_rope if self.config.windows[int(layer)] else rope
                 x = self._through(block, routed, x, table, mask, keys)
         x = self.norm(x if self.transform is None else self.transform(x))

@@ -63,6 +63,9 @@ def _kept_of(run: Resolved, layer: int, whole: bool) -> list[SavedTensor]:
     if chunks == 1:
         return rows
     others = [row for row in rows if row.module not in IN_CHUNKS]
+    if run.model.post_norm:  # the norm follows the chunks, and reads the sum of all of them
+        norm = [row for row in rows if row.module == "ffn_norm"]
+        others += [replace(row, split="tokens", read=False) for row in norm]
     inside = [row for row in rows if row.module in IN_CHUNKS]
     return others + [replace(row, width=row.width / chunks) for row in inside if whole]
 

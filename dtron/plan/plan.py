@@ -5,7 +5,7 @@ from typing import Any
 from dtron.config import RunConfig
 from dtron.lora.adapters import n_adapter_parameters
 from dtron.models import model_spec
-from dtron.models.contract import counted_as_decoder
+from dtron.models.contract import left_out_of_plans
 from dtron.models.flops import n_active_parameters, n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.feasibility import check, unchecked
@@ -47,7 +47,7 @@ def plan(
     run = Resolved.of(config, world_size)
     found["warnings"] = [
         *host_warnings(config, world_size, hardware.domain),
-        *counted_as_decoder(config.model.name, model_spec(config.model.name)),
+        *left_out_of_plans(config.model.name, model_spec(config.model.name)),
     ]
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)

@@ -416,7 +416,7 @@ def _wrong_objective(run: ModelCandidate) -> Iterator[str]:
             f'train.sample_tokens = {run.train.sample_tokens} with data.objective = "{kind}": the '
             "model generates no text; use 0"
         )
-    if data.has_chats:
+    if data.has_chats or data.has_images:
         yield (
             f'data.format = {data.format!r} with data.objective = "{kind}": masks are drawn over '
             'whole texts; use "text"'

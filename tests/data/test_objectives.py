@@ -144,6 +144,11 @@ def test_mask_tokens(make_data: MakeData, texts: list[str], bpe: Path) -> None:
         (["model.name=llama", "data.mask_fraction=0.3"], "data.mask_fraction = 0.3 has no effect"),
         (["train.sample_tokens=8"], "train.sample_tokens = 8"),
         (["data.format=chat", "data.packing=pad"], "masks are drawn over whole texts"),
+        (
+            ["model.name=llava", "model.override.causal=false", "data.format=image_text"]
+            + ["data.packing=pad", "data.image_size=32", "data.image_tokens=16"],
+            "'image_text' with data.objective = \"masked\": masks are drawn over whole texts",
+        ),
         (["data.packing=best_fit"], "use data.mask_documents = true"),
         (["train.loss_chunks=2"], "a chunked loss computes a head without bias"),
         (["model.override.mtp=1", "model.override.n_experts=4"], "mtp = 1 conflicts with causal"),

@@ -175,6 +175,21 @@ def test_stages_chained_equal_the_whole(name, cut):
     torch.testing.assert_close(last(hidden, **inputs), whole(x, **inputs), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma3", "deepseek_v3"])
+def test_stages_without_the_mtp_block_skip_its_place(name):
+    config = small_config(name, n_layers=2, mtp=1)
+    whole = varied(initialized(name, config))
+    embedding, head = MODELS[name].embedding(config), MODELS[name].head
+    stages = [[*embedding, "blocks.0"], ["blocks.1", "blocks.2", *head, "mtp_embed"]]
+    made = split(whole, stages)
+    x = tokens()
+    inputs = {"positions": torch.arange(24).unsqueeze(0), "mtp_tokens": x.roll(-1, 1).unsqueeze(-1)}
+    hidden = take_stage(whole, made, 0)(x, **inputs)
+    last = take_stage(whole, made, 1)(hidden, **inputs)
+    for each, expected in zip(last, whole(x, **inputs), strict=True):
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+
 def test_dropout_needs_keys_in_training_only():
     model = initialized("gpt", small_config("gpt", dropout=0.1))
     with pytest.raises(AssertionError, match="dropout_keys"):
