@@ -99,6 +99,11 @@ def _read_layers(given: Mapping[str, Any]) -> dict[str, Any]:
     pattern = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
     fields = read_windows(given, 4096, pattern)
     by_kind = given.get("rope_parameters") or {}
+    if unknown := sorted(set(by_kind) - {FULL, SLIDING}):
+        raise CheckpointError(
+            f"rope_parameters has {', '.join(unknown)}, but those of dtron's gemma3 are by kind of "
+            f"layer; use {FULL} and {SLIDING}"
+        )
     fields |= read_rope({**given, "rope_parameters": by_kind.get(FULL)}, _THETA)
     if not fields["window"]:
         return fields

@@ -149,9 +149,9 @@ class Model(Section):
 
     name: Text = "llama"
     """Model family: llama, qwen3, qwen3_5, gemma3, gpt, mixtral, qwen3_moe, qwen3_5_moe,
-    deepseek_v3, gpt_oss or llava. Or a custom model: `MODULE:NAME`, a `dtron.models.ModelSpec` in a
-    module of an installed package or of the working directory; or the name of an entry point of
-    group `dtron.models`."""
+    deepseek_v3, gpt_oss, bert or llava. Or a custom model: `MODULE:NAME`, a
+    `dtron.models.ModelSpec` in a module of an installed package or of the working directory; or the
+    name of an entry point of group `dtron.models`."""
     size: Text = "debug"
     """Size of the model; for llama debug, 1b, 3b, 8b, 70b or 405b. `initial`: take the family and
     the shape from `checkpoint.initial`."""

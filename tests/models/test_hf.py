@@ -478,6 +478,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "rope_parameters of sliding_attention scale frequencies",
     ),
+    (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "rope_parameters has rope_theta, rope_type",
+    ),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),

@@ -171,6 +171,15 @@ def test_long_sequences_in_chunks_hold_gradients_of_attention(method: str) -> No
     assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["exact"], rel=0.03)
 
 
+def test_chunks_of_post_norm_blocks_keep_the_input_of_the_norm() -> None:
+    """It is the sum of all chunks, which they do not recompute."""
+    long = "model.override.max_seq_len=4096 train.seq_len=4096 train.global_batch=2"
+    keys = f"{long} parallel.zero=3 recompute.ffn_chunks="
+    whole, chunked = (exact(config(ENCODER, f"{keys}{n}"), 2)["ranks"][0]["peak"] for n in (1, 4))
+    saved = {key: whole[key] - chunked[key] for key in whole}
+    assert saved["predicted"] == pytest.approx(saved["exact"], rel=CLOSE)
+
+
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_a_backward_in_two_parts_holds_what_weight_gradients_need(name: str) -> None:
     """On both ranks of a pipeline: from I to W inputs of products and gradients of their results,
