@@ -97,7 +97,7 @@ class WeightGather:
         scales = scale_of(amax, cast).split([grid.numel() for grid in grids])
         for shard, scale, grid in zip(self.shards, scales, grids, strict=True):
             shard.check()
-            shard.scale = scale.view(grid)  # () or (block rows, block columns)
+            shard.set_scale(scale.view(grid))  # () or (block rows, block columns)
 
 
 class _WeightShard:
@@ -117,6 +117,13 @@ class _WeightShard:
         self.n_ranks, rank = fsdp_group.size(), fsdp_group.rank()
         self.first_row = rank * len(self.local)
         """Index of the shard's first row in the gathered weight."""
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Set the scale, from the second call on in place: a CUDA graph reads the same tensor."""
+        if self.scale is None:
+            self.scale = scale.clone()
+        else:
+            self.scale.copy_(scale)
 
     def check(self) -> None:
         """Check that FSDP gathers the tensor with the hooks.

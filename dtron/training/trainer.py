@@ -249,7 +249,7 @@ class Trainer:
         self.batches = RankBatches(loader, mesh, builder.context, setup, config.metrics.batch_hash)
         data = self.data_setup
         self.evaluation = Evaluation(
-            config, model, self.batches, data.tokenizer, data.validation, self._compiling
+            config, model, self.batches, data.tokenizer, data.validation, self._capacity_raised
         )
         self.checkpointer = Checkpointer(
             self.resume.locations,
@@ -275,6 +275,12 @@ class Trainer:
 
     def _compiling(self) -> None:
         self.guards.compiling(self.step)
+
+    def _capacity_raised(self) -> None:
+        """Discard what holds the experts' former capacity, after an evaluation raised it."""
+        if self.run.step.graph is not None:
+            self.run.step.graph.discard()
+        self._compiling()
 
     def _committed(self, checkpoint: Location) -> None:
         self.rundir.note_checkpoint(checkpoint)

@@ -53,8 +53,8 @@ class Record:
         return self._largest
 
     def forget(self) -> None:
-        """Set all numbers to 0."""
-        self._largest = torch.zeros_like(self._largest)
+        """Set all numbers to 0, in place: a CUDA graph adds to this tensor."""
+        self._largest.zero_()
 
 
 @torch.library.custom_op("dtron::record", mutates_args=())

@@ -8,6 +8,7 @@ which shows what is copied into them and what is read from them. On GPUs:
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from torch import Tensor
 
 import dtron.training.build
 from dtron.config import Compile, Float8, Parallel
+from dtron.float8.all_gather import WeightGather
 from dtron.parallelisms import cuda_graph
 from dtron.parallelisms.cuda_graph import GradientGraph
+from dtron.training.evaluation import Evaluation
+from dtron.training.trainer import Trainer
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
 from tests.parallelisms.gpu_cases import WIDTHS
@@ -118,6 +122,45 @@ def test_planted_bugs_show(planted: type[Repeated]) -> None:
     assert "losses" in run_ranks(2, compare, CPU, planted)[0]
 
 
+def addresses_of_scales() -> set[tuple[int, ...]]:
+    """Addresses of the scales of gathered weights after each update."""
+    found: set[tuple[int, ...]] = set()
+    refresh = WeightGather.refresh
+
+    def noted(self: WeightGather) -> None:
+        refresh(self)
+        scales = [shard.scale for shard in self.shards]
+        found.add(tuple(scale.data_ptr() for scale in scales if scale is not None))
+
+    WeightGather.refresh = noted  # type: ignore[method-assign]
+    float8 = Float8(recipe="tensorwise", all_gather=True)
+    override = {"dim": 32, "head_dim": 16, "n_layers": 2}
+    parallel = Parallel(dp_shard=2)
+    parallel_run(Case("llama", 2, parallel, override=override, float8=float8, steps=3))
+    return found
+
+
+def test_scales_of_gathered_weights_stay_where_a_graph_reads_them() -> None:
+    for found in run_ranks(2, addresses_of_scales):
+        assert len(found) == 1
+
+
+def test_an_evaluation_that_raises_the_capacity_discards_the_graph() -> None:
+    discarded = []
+    trainer: Any = object.__new__(Trainer)
+    trainer.step = 1
+    graph = SimpleNamespace(discard=lambda: discarded.append(True))
+    trainer.run = SimpleNamespace(step=SimpleNamespace(graph=graph))
+    trainer.guards = SimpleNamespace(compiling=lambda step: None)
+    dispatcher = SimpleNamespace(grow=lambda device: "" if discarded else "raised")
+    model: Any = SimpleNamespace(applied=SimpleNamespace(dispatcher=dispatcher))
+    tokens: Any = SimpleNamespace(device=torch.device("cpu"))
+    none: Any = None
+    evaluation = Evaluation(none, model, tokens, none, {}, trainer._capacity_raised)
+    evaluation.repeated(lambda: torch.zeros(()))
+    assert discarded == [True]
+
+
 class Numbers:
     """A micro-batch of one tensor."""
 
@@ -199,6 +242,14 @@ GPU: dict[str, Case] = {
         override=WIDTHS["llama"],
         dtype="bfloat16",
         float8=Float8(recipe="tensorwise"),
+    ),
+    "float8 all-gather": Case(
+        "llama",
+        2,
+        Parallel(dp_shard=2),
+        override=WIDTHS["llama"],
+        dtype="bfloat16",
+        float8=Float8(recipe="tensorwise", all_gather=True),
     ),
     "delayed scales": Case(
         "llama",
