@@ -4,7 +4,9 @@ Torch 2.11 traces all results of a forward as outputs. If two of them are one te
 `y.to(y.dtype)`, the gradient of the real output is zero.
 """
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dtron.kernels.permute import repeated, summed
+from dtron.models.gated_delta_net import causal_convolution
 from dtron.models.router import AddedLoss
 from dtron.parallelisms.expert.bounded_all_to_all import select
 
@@ -23,6 +26,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "summed": lambda x: summed(x, x[:, :1].float(), ORDER, ORDER),
     "added loss": lambda x: AddedLoss.apply(x, x.square().sum(), torch.tensor(2.0)),
     "select": lambda x: select(x, ORDER, ORDER),
+    "convolution": lambda x: causal_convolution(x.unsqueeze(0), x[:, :2].new_ones(4, 2), None),
     "ends in a no-op": lambda x: _EndsInNoOp.apply(x),
 }
 
@@ -73,3 +77,33 @@ def test_compiled_gradients_are_eager_ones(name: str) -> None:
     )
     assert expected.count_nonzero()
     torch.testing.assert_close(found, expected)
+
+
+def forwards() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Forwards of all autograd functions of the packages, with file and class."""
+    root = Path(__file__).parents[2]
+    folders = ("dtron", "models", "parallelisms", "float8")
+    for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
+        for made in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            bases = made.bases if isinstance(made, ast.ClassDef) else []
+            if any(ast.unparse(base).endswith("autograd.Function") for base in bases):
+                assert isinstance(made, ast.ClassDef)
+                for method in made.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                        yield f"{path.relative_to(root)}: {made.name}", method
+
+
+def test_no_forward_ends_in_a_cast() -> None:
+    """A cast to the dtype that a tensor has returns the tensor itself."""
+    found = list(forwards())
+    assert len(found) > 20
+    casts = [
+        name
+        for name, forward in found
+        for each in ast.walk(forward)
+        if isinstance(each, ast.Return)
+        and isinstance(each.value, ast.Call)
+        and isinstance(each.value.func, ast.Attribute)
+        and each.value.func.attr in ("to", "float", "contiguous", "type_as")
+    ]
+    assert not casts
