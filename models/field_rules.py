@@ -160,7 +160,7 @@ def _small_groups(config: "DecoderConfig") -> Iterator[str]:
 
 
 _ENCODER = {"window": 0, "delta_key_heads": 0, "mtp": 0}
-_POST_NORM = {"n_experts": 0, "delta_key_heads": 0, "mtp": 0}
+_POST_NORM = {"n_experts": 0, "delta_key_heads": 0, "mtp": 0, "sandwich_norms": False}
 
 
 def _wrong_encoder(config: "DecoderConfig") -> Iterator[str]:
@@ -254,7 +254,10 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "window kv_lora_rank bias",
         finds_none(_wrong_delta),
     ),
-    Rule("causal post_norm window delta_key_heads mtp n_experts", finds_none(_wrong_encoder)),
+    Rule(
+        "causal post_norm window delta_key_heads mtp n_experts sandwich_norms",
+        finds_none(_wrong_encoder),
+    ),
     Rule(
         "output_gate kv_lora_rank",
         lambda c: not (c.output_gate and c.kv_lora_rank),

@@ -178,12 +178,15 @@ def load_initial(
         stored.load_weights(reader, adapter.path, group, lambda name: name.endswith(ADAPTERS))
 
 
+_AS_GIVEN = "model.size=initial model.override= to take the model from there"
+
+
 def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) -> None:
     """Check that weights fit this model. Raises CheckpointError with the keys to set."""
     if initial.name != name:
         raise CheckpointError(
             f"checkpoint.initial = {str(initial.path)!r} has the weights of model.name = "
-            f"{initial.name}, not of {name}; set model.name={initial.name}"
+            f"{initial.name}, not of {name}; set model.name={initial.name}, or {_AS_GIVEN}"
         )
     given = initial.config if config.mtp else initial.config.model_copy(update={"mtp": 0})
     unlike = differences(given, config)  # a run without MTP ignores these weights
@@ -194,7 +197,8 @@ def check_same_model(initial: InitialWeights, name: str, config: DecoderConfig) 
     if unlike:
         wanted = " ".join(f"model.override.{key}={_toml(there)}" for key, there, _ in unlike)
         raise CheckpointError(
-            f"checkpoint.initial = {str(initial.path)!r} is of another model; set {wanted}"
+            f"checkpoint.initial = {str(initial.path)!r} is of another model; set {wanted}, or "
+            f"{_AS_GIVEN}"
         )
 
 
