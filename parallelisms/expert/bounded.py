@@ -47,9 +47,11 @@ class Record:
 
     def largest(self, device: torch.device) -> Tensor:
         """Return the largest number of each layer, int64 (layers,); 0: none since `forget`."""
-        if missing := len(self.layers) - len(self._largest):
-            self._largest = torch.cat([self._largest, self._largest.new_zeros(missing)])
-        self._largest = self._largest.to(device)
+        # Training writes to it in place, also if the first call is in inference mode.
+        with torch.inference_mode(False):
+            if missing := len(self.layers) - len(self._largest):
+                self._largest = torch.cat([self._largest, self._largest.new_zeros(missing)])
+            self._largest = self._largest.to(device)
         return self._largest
 
     def forget(self) -> None:
