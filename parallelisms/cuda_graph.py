@@ -83,7 +83,7 @@ class GradientGraph:
     ) -> None:
         self.parameters, self.device, self.record = parameters, device, record
         self._recorded: _Recorded | None = None
-        self._warm_up, self._told = WARM_UP, False
+        self._warm_up, self._warned = WARM_UP, False
 
     def __call__(self, compute: Compute, batches: Sequence[Input], step: int) -> tuple[Tensor, ...]:
         """Compute the gradients of micro-batches; return the results of `compute`.
@@ -101,7 +101,7 @@ class GradientGraph:
             self._recorded = self._record(compute, batches)
         recorded = self._recorded
         if _signature(batches) != recorded.signature:
-            self._tell()
+            self._warn()
             return compute(batches, step)
         for held, given in zip(recorded.inputs, _tensors(batches), strict=True):
             held.copy_(given)
@@ -132,13 +132,13 @@ class GradientGraph:
         log.info("the gradients of a step are one CUDA graph from now on")
         return _Recorded(replay, _tensors(held), number, _signature(batches), gradients, results)
 
-    def _tell(self) -> None:
-        if not self._told:
+    def _warn(self) -> None:
+        if not self._warned:
             log.warning(
                 "a step's micro-batches have other shapes or tables than the recorded ones; such "
                 "steps are computed without the CUDA graph"
             )
-        self._told = True
+        self._warned = True
 
 
 def _tensors(batches: Sequence[Input]) -> list[Tensor]:

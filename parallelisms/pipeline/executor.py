@@ -287,8 +287,9 @@ class Pipeline:
             begin_micro_batch(self._part(stage), self.policy, last)
         tape = state.tapes.pop(key, None)
         if tape is not None:
-            # Models with experts have one tensor between stages.
-            (tape.end,), (tape.gradient,) = self._start(state, key)
+            edges, gradients = self._start(state, key)
+            assert len(edges) == 1, "models with experts have one tensor between stages"
+            tape.end, tape.gradient = edges[0], gradients[0]
         queue = self.deferred[stage].collect(key[1]) if kind is Kind.INPUT else nullcontext()
         with queue:
             yield tape
