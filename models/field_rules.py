@@ -138,6 +138,11 @@ def _wrong_vision(config: "DecoderConfig") -> Iterator[str]:
             f"vision_patch_size = {config.vision_patch_size} {why} at most vision_image_size = "
             f"{config.vision_image_size}"
         )
+    if config.mtp:
+        yield (
+            f"mtp = {config.mtp} {why} 0, since it embeds the tokens ahead, which are placeholders "
+            "in images"
+        )
     if config.image_token >= config.vocab_size:
         yield f"image_token = {config.image_token} {why} an id below vocab_size"
 
@@ -294,7 +299,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     ),
     Rule(
         "vision_layers vision_dim vision_heads vision_ffn_dim vision_image_size vision_patch_size "
-        "image_token vocab_size",
+        "image_token vocab_size mtp",
         finds_none(_wrong_vision),
     ),
     Rule(

@@ -99,12 +99,12 @@ class GradientGraph:
             return compute(batches, step)
         if self._recorded is None:
             self._recorded = self._record(compute, batches)
-        recorded = self._recorded
-        if _signature(batches) != recorded.signature:
+        recorded, given = self._recorded, _tensors(batches)
+        if _signature(batches, given) != recorded.signature:
             self._warn()
             return compute(batches, step)
-        for held, given in zip(recorded.inputs, _tensors(batches), strict=True):
-            held.copy_(given)
+        for target, source in zip(recorded.inputs, given, strict=True):
+            target.copy_(source)
         recorded.step.fill_(step)
         recorded.replay()
         for parameter, gradient in zip(self.parameters, recorded.gradients, strict=True):
@@ -130,7 +130,8 @@ class GradientGraph:
         for p in self.parameters:
             p.grad = None
         log.info("the gradients of a step are one CUDA graph from now on")
-        return _Recorded(replay, _tensors(held), number, _signature(batches), gradients, results)
+        inputs = _tensors(held)
+        return _Recorded(replay, inputs, number, _signature(held, inputs), gradients, results)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -153,7 +154,11 @@ def _tensors(batches: Sequence[Input]) -> list[Tensor]:
     return found
 
 
-def _signature(batches: Sequence[Input]) -> list[Any]:
-    """Return what a replay cannot change: numbers of tensors, shapes, values on the host."""
-    shapes: list[Any] = [[(x.shape, x.dtype) for x in _tensors([batch])] for batch in batches]
-    return shapes + [[x.tolist() for x in batch.tables_on_host()] for batch in batches]
+def _signature(batches: Sequence[Input], tensors: Sequence[Tensor]) -> list[Any]:
+    """Return what a replay cannot change: shapes, and values on the host.
+
+    Args:
+        tensors: result of `_tensors`.
+    """
+    on_host = [[x.tolist() for x in batch.tables_on_host()] for batch in batches]
+    return [[(x.shape, x.dtype) for x in tensors], on_host]

@@ -13,7 +13,7 @@ _SHARES = (0.25, 0.5, 0.75)
 
 def policies(n_blocks: int) -> Iterator[dict[str, Any]]:
     """Yield the values of [recompute] to try, roughly from the fastest."""
-    first = [{"first": n} for n in (int(n_blocks * x) for x in _SHARES) if n]
+    first = [{"first": n} for n in sorted({int(n_blocks * x) for x in _SHARES} - {0})]
     for offload in (False, True):
         yield {"mode": "none", "offload": offload}
         for mode in ("selective", "attention", "full"):

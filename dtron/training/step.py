@@ -90,6 +90,8 @@ class TrainStep:
         after_update: function that is called after each step to update state that depends on
             weights, such as float8 scales. Its argument is a bool scalar on the device: False if
             the step was skipped. None: the weights were initialized or loaded.
+
+    Attributes:
         graph: computes the gradients as a CUDA graph; None: without one.
     """
 
@@ -102,7 +104,6 @@ class TrainStep:
         mtp_weight: float = 0.0,
         guard: Guard | None = None,
         after_update: Callable[[Tensor | None], None] | None = None,
-        graph: GradientGraph | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm, self.dropout_seed, self.mtp_weight = (
@@ -110,7 +111,8 @@ class TrainStep:
             dropout_seed,
             mtp_weight,
         )
-        self.after_update, self.guard, self.graph = after_update, guard, graph
+        self.after_update, self.guard = after_update, guard
+        self.graph: GradientGraph | None = None
         self.parameters = [p for _, p in model.applied.named_parameters() if p.requires_grad]
         device = model.mesh.device_type
         self.mtp_loss = torch.zeros((), dtype=torch.float64, device=device)

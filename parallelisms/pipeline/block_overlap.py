@@ -132,6 +132,8 @@ class BlockOverlap:
         if device.type == "cuda":
             streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
             self._adds = torch.cuda.Stream(device)
+            # Autograd would warn in each step that gradients are added on another stream.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.lanes = [Lane(*each) for each in zip(groups, streams, strict=True)]
         self._adders: dict[nn.Module, list[Any] | None] = {}
         self._lane = 0
@@ -152,8 +154,6 @@ class BlockOverlap:
         for root in self._units:
             if self._adders.get(root) is None:
                 self._adders[root] = accumulate_on(root, self._adds)
-        # Autograd would warn that gradients are added on another stream than that of the backward.
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         return None not in self._adders.values()
 
     @contextmanager

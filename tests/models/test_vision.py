@@ -139,6 +139,7 @@ def test_images_change_logits_after_them_only() -> None:
     [
         ({"vision_heads": 3}, "vision_dim = 64 conflicts with vision_layers = 2; use a multiple"),
         ({"vision_ffn_dim": 0}, "vision_ffn_dim = 0 conflicts"),
+        ({"mtp": 1}, "mtp = 1 conflicts with vision_layers = 2; use 0, since it embeds"),
         ({"vision_patch_size": 33}, "at most vision_image_size = 32"),
         ({"image_token": 264}, "an id below vocab_size"),
         ({"vision_layers": 0}, "vision_dim = 64 has no effect with vision_layers = 0"),

@@ -168,7 +168,7 @@ def test_one_micro_batch_is_refused() -> None:
 
 
 def no_experts() -> str:
-    """The error of a model without a dispatcher, of one's own loop."""
+    """The error of a model without a dispatcher, in a training loop of the user."""
     plan = ParallelPlan(units="*", parallel=Parallel(overlap_micro_batches=True))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     try:
