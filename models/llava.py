@@ -32,7 +32,7 @@ from dtron.models.spec import (
     sequence,
 )
 from dtron.models.vision import VisionDecoder, encoder_config
-from dtron.parallelisms.placement import Replicate
+from dtron.parallelisms.placement import Encoder, Replicate
 
 IMAGE_PAD = 151655
 """Id of <|image_pad|> in Qwen3's vocabulary."""
@@ -215,5 +215,6 @@ LLAVA = ModelSpec(
     units=llava_units,
     placements=llava_placements,
     embedding=llava_embedding,
+    encoder=Encoder(("vision", "projector"), "vision.blocks.*", "place_images"),
     hf=HF,
 )
