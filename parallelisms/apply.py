@@ -237,7 +237,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
     placements = passes.placements or {}
-    if passes.encoder and passes.parallel.encoder_tp == 1:
+    if passes.encoder and tp > 1 and passes.parallel.encoder_tp == 1:
         placements = replicated(placements, passes.encoder)
     tp_plan = plan(model, placements, tp) if tp > 1 else Plan({}, ())
     for n_heads in sorted(shared_heads(tp_plan, tp)):

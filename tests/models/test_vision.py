@@ -159,6 +159,7 @@ def test_impossible_encoders_are_refused(changes: dict[str, Any], message: str) 
         ({"tp": 8}, "parallel.tp = 8 does not divide model.vision_heads = 4"),
         ({"tp": 2, "encoder_tp": 4}, "parallel.encoder_tp = 4 is neither 1 nor parallel.tp = 2"),
         ({"name": "llama", "tp": 2, "encoder_tp": 2}, "parallel.encoder_tp = 2 has no effect"),
+        ({"filter": ["projector.up"]}, "float8.filter names projector.up, a layer of the encoder"),
     ],
 )
 def test_settings_of_images_fit_the_model(keys: dict[str, Any], message: str) -> None:
@@ -170,6 +171,7 @@ def test_settings_of_images_fit_the_model(keys: dict[str, Any], message: str) ->
             "model": {"name": keys.get("name", "llava")},
             "parallel": {"tp": tp, "encoder_tp": keys.get("encoder_tp", tp)},
             "data": {"format": "image_text", "packing": "best_fit", **images},
+            "float8": {"recipe": "rowwise", "filter": keys["filter"]} if "filter" in keys else {},
         }
     )
     found = list(all_broken(ModelCandidate(config, tp)))
