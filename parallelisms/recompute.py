@@ -70,8 +70,9 @@ takes one token buffer per layer, which would be most of what mode `attention` s
 results of both operators, or recompute both: a result of `peers_move` can be used only once."""
 
 CPU_ATTENTION = ("aten._scaled_dot_product_flash_attention_for_cpu.default",)
-"""Saved by all compiled code: torch counts it as random. To compute it again, compiled code saves the
-state of the CPU's generator behind the device mesh of DTensors, where torch 2.13 takes no tensor."""
+"""Saved by all compiled code: torch counts it as random. To compute it again, compiled code saves
+the state of the CPU's generator behind the device mesh of DTensors, where torch 2.13 takes no
+tensor."""
 
 SAVED_OPS: dict[str, tuple[str, ...]] = {
     "full": CHOICES,
