@@ -37,7 +37,7 @@ from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
@@ -399,8 +399,8 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the config with a choice.
 
     With several micro-batches, zero = 1 keeps weights gathered over the step, and zero = 3 does
-    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority` are
-    reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority`
+    are reset. Unset keys stay unset, for `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
@@ -412,7 +412,6 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             parallel["async_tp"] = False
     if choice["cp"] == 1:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
-    eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},
@@ -424,7 +423,6 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "offload": choice["offload"],
         },
         float8={"recipe": choice["recipe"]},
-        compile={"enable": config.compile.enable and not eager},
     )
 
 
