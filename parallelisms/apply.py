@@ -131,8 +131,8 @@ class Passes(ParallelPlan):
     layout: Layout | None = None
     """The pipeline stages to cut the model into; None: no pipeline."""
     encoder: Encoder | None = None
-    """The model's encoder: cp and tp ranks encode different inputs (`tensor/encoder.py`); its blocks
-    are recomputed, compiled and offloaded as those of the decoder. None: the model has none."""
+    """The model's encoder: cp and tp ranks encode different inputs (`tensor/encoder.py`), and its
+    blocks are recomputed, compiled and offloaded as the decoder's. None: the model has none."""
     replicas: Replicas = "backward"
     """When to sum partial gradients of replicated parameters (norms under sequence parallelism)
     over tp. "backward": in each backward; "step": once per step, in `complete_gradients`."""
