@@ -16,12 +16,37 @@ Shapes: N tokens, k slots per token, R rows, D width.
 Source: MegaBlocks, arXiv:2211.15841, section 5.1.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 1024
+
+
+class Copies(NamedTuple):
+    """Which rows are the copies of which tokens, and their weights."""
+
+    weights: Tensor
+    """(N, k), weight of each slot's result; float32 at least."""
+    slots: Tensor
+    """int64 (R,), slot of each row; -1: the row is empty."""
+    rows: Tensor
+    """int64 (N k,), row of each slot; -1: the slot has no row."""
+
+
+def sort_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort slots by expert, then by token.
+
+    Args:
+        chosen: int64 (N, k); n_experts: no expert. Slots without an expert come last.
+    Returns:
+        Slot of each row, int64 (N k,); row of each slot, int64 (N k,); offsets int32 (E,).
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return order, inverse_of(order), counts[:-1].cumsum(0).int()
 
 
 def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
@@ -86,7 +111,8 @@ class _SumRows(torch.autograd.Function):
         x, weights, slots, rows = ctx.saved_tensors
         grad = gradients[0].contiguous()
         by_rows = gathered(grad, slots, weights, weights.shape[1], x.dtype)
-        return by_rows, dots(grad, x, rows.view_as(weights)), None, None
+        by_weights = dots(grad, x, rows.view_as(weights)) if ctx.needs_input_grad[1] else None
+        return by_rows, by_weights, None, None
 
 
 def _by_triton(x: Tensor) -> bool:
