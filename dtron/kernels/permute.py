@@ -5,6 +5,8 @@ zero; a slot has one row or no row. Both maps, slots by row and rows by slot, ar
 w' are gradients:
 
     repeated    y[r] = x[slots[r] // k]              x'[n] = sum_j y'[rows[n k + j]]
+    collected   y[n] = sum_j x[rows[n k + j]]
+                x'[r] = y'[slots[r] // k]
     summed      y[n] = sum_j w[n, j] x[rows[n k + j]]
                 x'[r] = w[slots[r]] y'[slots[r] // k],  w'[n, j] = y'[n] . x[rows[n k + j]]
 
@@ -62,6 +64,18 @@ def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
     return _RepeatRows.apply(x, slots, rows, k)  # type: ignore[return-value]
 
 
+def collected(x: Tensor, slots: Tensor, rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """Compute each token's sum of its rows, the transpose of `repeated`.
+
+    Args:
+        x: (R, D).
+        slots, rows, k: arguments of `repeated`.
+    Returns:
+        (N, D) in `dtype`.
+    """
+    return _CollectRows.apply(x, slots, rows, k, dtype)  # type: ignore[return-value]
+
+
 def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     """Compute each token's weighted sum of its rows.
 
@@ -100,6 +114,21 @@ class _RepeatRows(torch.autograd.Function):
         return added(grad, rows.view(-1, ctx.k), None, grad.dtype), None, None, None
 
 
+class _CollectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.settings = k, x.dtype
+        return added(x, rows.view(-1, k), None, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (slots,), (k, dtype) = ctx.saved_tensors, ctx.settings
+        return gathered(gradients[0].contiguous(), slots, None, k, dtype), *[None] * 4
+
+
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -111,8 +140,7 @@ class _SumRows(torch.autograd.Function):
         x, weights, slots, rows = ctx.saved_tensors
         grad = gradients[0].contiguous()
         by_rows = gathered(grad, slots, weights, weights.shape[1], x.dtype)
-        by_weights = dots(grad, x, rows.view_as(weights)) if ctx.needs_input_grad[1] else None
-        return by_rows, by_weights, None, None
+        return by_rows, dots(grad, x, rows.view_as(weights)), None, None
 
 
 def _by_triton(x: Tensor) -> bool:

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtron.errors import ConfigError
-from dtron.kernels.permute import Copies, repeated, sort_by_expert, summed
+from dtron.kernels.permute import Copies, collected, repeated, sort_by_expert, summed
 from dtron.parallelisms.expert.bounded import RADIX, Bounded, LayerTensors, bucket, recorded
 from dtron.parallelisms.expert.bounded_all_to_all import (
     BoundedAllToAll,
@@ -214,8 +214,7 @@ class Hierarchical(Bounded):
         tokens = chunks_arrived(pending.tokens, *self._ranks())
         sums = self._relayed(tokens, weights, experts, pending, compute).to(tokens.dtype)
         sums = chunks_arrived(send_chunks(sums, *self._ranks()), *self._ranks())
-        ones = weights.new_ones(len(routes.lost), self.n_hosts)
-        out = summed(sums, ones, routes.tokens, routes.slots)
+        out = collected(sums, routes.tokens, routes.slots, self.n_hosts, weights.dtype)
         return torch.where(routes.lost, torch.nan, out)
 
     def _relayed(
