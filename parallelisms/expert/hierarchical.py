@@ -20,11 +20,11 @@ host, and in the backward a host's sum of a token's gradients.
 
 All sizes are fixed, as in `bounded_all_to_all.py`, so that blocks compile to one graph:
 
-    room = ceil(capacity x N min(k, H) / H), at least LEAST
-    S = room, at most N                      R = room x max(k, H), at most H S k
+    even = N (1 - (1 - 1 / H)^k)             room = ceil(capacity x even), at least LEAST
+    S = room, at most N                      R = room x N k / even, at most H S k
 
-where N min(k, H) / H tokens to a host, and N k copies, are those of even loads. See `bounded.py`
-for tokens that do not fit. All ranks must have the same N.
+where `even` is the number of tokens that a rank sends to a host if experts are random; a relay then
+has N k copies. See `bounded.py` for tokens that do not fit. All ranks must have the same N.
 
 Shapes: N tokens of a rank, k experts per token, D width, E experts, H hosts, S tokens from a rank
 to a host, R copies of tokens on a relay.
@@ -174,7 +174,7 @@ class Hierarchical(Bounded):
         return _Layer(super().layer(fqn, device), self._inside.layer(fqn, device))
 
     def even_load(self, n_rows: int) -> float:
-        """Return the number of tokens from a rank to a host, of N min(k, H); see `Bounded`."""
+        """Return the number of tokens from a rank to a host, of `even_pairs`; see `Bounded`."""
         return n_rows / self.n_hosts
 
     def dropped(self, device: torch.device) -> Tensor:
@@ -222,10 +222,10 @@ class Hierarchical(Bounded):
     ) -> Tensor:
         """Copy tokens (H S, D) to experts of this host; return their weighted sums (H S, D)."""
         n_tokens, k = len(pending.routes.lost), weights.shape[1]
-        each = max(k, self.n_hosts)
-        most = min(experts.numel(), self._room(n_tokens, k) * each)
+        pairs, copies = even_pairs(n_tokens, k, self.n_hosts), max(1, n_tokens * k * self.n_hosts)
+        most = min(experts.numel(), self._room(n_tokens, k) * copies // pairs)
         slots, rows, offsets = sort_by_expert(experts, pending.n_experts)
-        needed = (offsets[-1:].long() + each - 1) // each
+        needed = (offsets[-1:].long() * pairs + copies - 1) // copies  # tokens with so many copies
         offsets = self._record(offsets, pending.layer, needed, n_tokens, k)
         ends = offsets.clamp(max=most)
         row = torch.arange(most, device=slots.device)
@@ -242,7 +242,7 @@ class Hierarchical(Bounded):
 
     def _record(self, x: Tensor, layer: _Layer, needed: Tensor, n_tokens: int, k: int) -> Tensor:
         """Record whether `needed`, int64 (1,), exceeds the room; return a copy of x."""
-        pairs = n_tokens * min(k, self.n_hosts)
+        pairs = even_pairs(n_tokens, k, self.n_hosts)
         exceeded = needed > self._room(n_tokens, k)
         exceeded = torch.where(exceeded, needed * RADIX + pairs, 0)
         return recorded(x, layer.between.number, exceeded, self.record.name)
@@ -251,9 +251,14 @@ class Hierarchical(Bounded):
         return self.n_hosts, self._between.group_name
 
 
+def even_pairs(n_tokens: int, k: int, n_hosts: int) -> int:
+    """Return the number of pairs of a token and a host with experts of it, for random experts."""
+    return max(1, round(n_tokens * n_hosts * (1 - (1 - 1 / n_hosts) ** k)))
+
+
 def room_of(n_tokens: int, k: int, n_hosts: int, capacity: float) -> int:
     """Return `room` of the module's docstring, for N tokens of a rank."""
-    return max(LEAST, math.ceil(capacity * n_tokens * min(k, n_hosts) / n_hosts))
+    return max(LEAST, math.ceil(capacity * even_pairs(n_tokens, k, n_hosts) / n_hosts))
 
 
 def check_inner(ep: int, inner: int) -> None:
