@@ -35,7 +35,7 @@ import math
 import socket
 from collections.abc import Callable
 from itertools import groupby, permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -233,7 +233,7 @@ class Hierarchical(Bounded):
         lost = (rows >= most) & (rows < offsets[-1])
         rows = torch.where(rows < ends[-1], rows, -1)
         copied = repeated(tokens, slots, rows, k)
-        sent = self._inside.begin(copied, ends, pending.layer.inside, n_tokens * k)
+        sent: Any = self._inside.begin(copied, ends, pending.layer.inside, n_tokens * k)
         sums = summed(self._inside.finish(sent, compute), weights, slots, rows)
         return torch.where(lost.view(-1, k).any(1, keepdim=True), torch.nan, sums)
 

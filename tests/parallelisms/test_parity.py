@@ -782,6 +782,7 @@ FLOAT8 = [
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
+    float8("tensorwise", 4, Parallel(**HOSTS), "mixtral", **EXPERTS8),
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # two micro-batches at once
     float8("rowwise", 2, Parallel(**TOGETHER), "mixtral", **EXPERTS8, recompute=FULL, sequences=6),
