@@ -397,8 +397,9 @@ def _between_hosts(run: Resolved, inside: int, count: int, times: int) -> Iterat
     n_tokens = -(-run.tokens // run.between)
     room = room_of(n_tokens, k, hosts, run.config.parallel.ep_capacity)
     tokens = float(hosts * min(n_tokens, room))
-    each = {run.model.dim * run.element: 2 * count, 4 * k: count + times}  # weights, int32 experts
-    for size, calls in each.items():
+    weights, experts = 4 * k, 4 * k  # float32, int32
+    sent = ((run.model.dim * run.element, 2 * count), (weights, count), (experts, times))
+    for size, calls in sent:
         yield Collective("ep_outer", "all_to_all", tokens * size, calls, "ep", hosts, 1)
 
 
