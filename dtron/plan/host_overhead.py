@@ -24,8 +24,8 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
+from dtron.models.chunks import CHUNK
 from dtron.models.config import LayerKind
-from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import in_chunks, matmuls, repeated

@@ -69,6 +69,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {**SMALL, **EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 9},
+    "nemotron_h": {
+        **{**SMALL, **EXPERTS, "num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 6},
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 10},
+        **{"routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-3},
+        **{"pad_token_id": None},
+    },
 }
 
 RANDOM: list[tuple[str, str, dict[str, Any]]] = [
@@ -140,6 +148,15 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
             "intermediate_size": 40,
         },
     ),
+    ("nemotron_h", "plain", {}),
+    (
+        "nemotron_h",
+        "dense",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
+        | {"conv_kernel": 3, "n_groups": 4, "time_step_min": 0.5, "n_routed_experts": 8}
+        | {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+        | {"routed_scaling_factor": 1.0},
+    ),
     ("gpt_oss", "plain", {"num_hidden_layers": 4}),
     ("gpt_oss", "all windows", {"layer_types": ["sliding_attention"] * 2}),
     (
@@ -161,6 +178,7 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5Moe",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "nemotron_h": "NemotronH",
 }
 
 

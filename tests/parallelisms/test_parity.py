@@ -373,6 +373,18 @@ HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(pp=2), override={"mtp": 1}, documents=True, loss_chunks=3),
 ]
 """Gated delta nets between layers with attention."""
+PATTERN_CASES = [
+    Case("nemotron_h", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
+    Case("nemotron_h", 4, HIERARCHICAL, documents=True, dtype="float64"),
+    Case("nemotron_h", 4, Parallel(tp=4), SELECTIVE, dtype="float64"),
+    Case("nemotron_h", 2, Parallel(tp=2, async_tp=True), micro_batch=2),
+    Case("nemotron_h", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
+    Case("nemotron_h", 2, recompute=Recompute(mode="full", modules=["mamba", "ffn"])),
+    Case("nemotron_h", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
+    Case("nemotron_h", 4, Parallel(pp=2, ep=2, schedule=V), packing="best_fit", documents=True),
+    Case("nemotron_h", 2, BOUNDED, FULL, EAGER, sequences=4),
+]
+"""Layers of Mamba-2, attention, feed-forward or experts alone."""
 LOCAL_CASES = [
     Case("gemma3", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
     Case("gemma3", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
@@ -686,6 +698,7 @@ SPECIAL = [
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     *HYBRID_CASES,
+    *PATTERN_CASES,
     *LOCAL_CASES,
     *OVERLAP_CASES,
     *ENCODER_CASES,
