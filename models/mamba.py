@@ -58,18 +58,17 @@ class MambaCore(GroupedModule):
         Returns:
             (B, T, G, R P).
         """
-        groups, wide = xbc.shape[2], torch.promote_types(xbc.dtype, torch.float32)
+        wide = torch.promote_types(xbc.dtype, torch.float32)
         conv, conv_bias, a_log, dt_bias, d = (
-            self.own(x, groups, shard)
+            self.own(x, xbc.shape[2], shard)
             for x in (self.conv, self.conv_bias, self.a_log, self.dt_bias, self.d)
         )
         xbc = F.silu(causal_convolution(xbc, conv.squeeze(-2), starts, conv_bias))
         x, b, c = xbc.split([dt.shape[-1] * self.head_dim, self.state_dim, self.state_dim], dim=-1)
         dt = F.softplus(dt.to(wide) + dt_bias).clamp(min=self.dt_min)
         g = -a_log.to(wide).exp() * dt
-        x = x.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
-        out = state_space(x, dt.flatten(2), g.flatten(2), b, c, d.flatten(), starts)
-        return out.unflatten(2, (groups, -1)).flatten(3)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return state_space(x, dt, g, b, c, d, starts).flatten(3)
 
 
 class GroupedGatedNorm(GroupedModule):

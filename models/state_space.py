@@ -9,8 +9,8 @@ S is zero at the first token of a document. It is evaluated by chunks (`chunks.p
 y = ((c b^T) * decays) (dt x), as attention; between chunks only S is passed on. (The gated delta
 rule, `delta_rule.py`, is this recurrence with k = b, q = c, and other values.)
 
-Shapes: B sequences, T tokens, G groups, H heads (H a multiple of G; the R = H / G heads of a group
-share b and c), K width of the state, P width of a head, N chunks of C tokens.
+Shapes: B sequences, T tokens, G groups of R heads, which share b and c, K width of the state, P
+width of a head, N chunks of C tokens.
 Source: Mamba-2, arXiv:2405.21060.
 """
 
@@ -26,10 +26,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _inputs(x: Tensor, dt: Tensor, g: Tensor, b: Tensor, c: Tensor) -> Inputs:
-    wide, groups = torch.promote_types(x.dtype, torch.float32), b.shape[2]
-    by_group = (x, dt.unsqueeze(-1), g.unsqueeze(-1))
-    x, dt, g = (in_chunks(each.to(wide).unflatten(2, (groups, -1))) for each in by_group)
-    b, c = (in_chunks(each.to(wide).unsqueeze(3)) for each in (b, c))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    by_head = (x, dt.unsqueeze(-1), g.unsqueeze(-1), b.unsqueeze(3), c.unsqueeze(3))
+    x, dt, g, b, c = (in_chunks(each.to(wide)) for each in by_head)
     return x, dt, g, b, c
 
 
@@ -49,11 +48,6 @@ def _states(written: Tensor, b: Tensor, kept: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-def _by_head(d: Tensor, groups: int) -> Tensor:
-    """Return d (H,) as (G, R, 1, 1)."""
-    return d.view(groups, -1, 1, 1)
-
-
 @torch.library.custom_op("dtron::state_space", mutates_args=())
 def state_space(
     x: Tensor, dt: Tensor, g: Tensor, b: Tensor, c: Tensor, d: Tensor, starts: Tensor | None
@@ -64,21 +58,21 @@ def state_space(
     recomputation can save the output.
 
     Args:
-        x: (B, T, H, P).
-        dt: (B, T, H), positive.
-        g: (B, T, H), logarithm of the decay, at most 0.
+        x: (B, T, G, R, P).
+        dt: (B, T, G, R), positive.
+        g: (B, T, G, R), logarithm of the decay, at most 0.
         b, c: (B, T, G, K).
-        d: (H,).
+        d: (G, R).
         starts: bool (B, T), True at the first token of a document; None: each sequence is one
             document.
     Returns:
-        (B, T, H, P) in x's dtype.
+        (B, T, G, R, P) in x's dtype.
     """
     like, (x, dt, g, b, c) = x, _inputs(x, dt, g, b, c)
     decay, written = decays(g, starts), dt * x
     states = _states(written, b * decay.until, decay.kept)
     within = (c @ b.mT) * decay.pairs
-    out = (c * decay.since) @ states + within @ written + _by_head(d.to(x.dtype), b.shape[2]) * x
+    out = (c * decay.since) @ states + within @ written + d.to(x.dtype)[..., None, None] * x
     return in_tokens(out, like)
 
 
@@ -98,12 +92,12 @@ def state_space_backward(
     d: Tensor,
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, dt, g, b, c and d; `grad`: (B, T, H, P), of the output.
+    """Compute the gradients of x, dt, g, b, c and d; `grad`: (B, T, G, R, P), of the output.
 
     It computes the states once more, then their gradients from the last chunk to the first.
     """
     given, (x, dt, g, b, c) = (x, dt, g, b, c), _inputs(x, dt, g, b, c)
-    out = in_chunks(grad.to(x.dtype).unflatten(2, (b.shape[2], -1)))
+    out = in_chunks(grad.to(x.dtype))
     decay, written = decays(g, starts), dt * x
     b_until, c_since = b * decay.until, c * decay.since
     states = _states(written, b_until, decay.kept)
@@ -125,11 +119,11 @@ def state_space_backward(
         (to_b * b_until).sum(-1, keepdim=True),
         (following * states).sum((-1, -2), keepdim=True) * decay.kept,
     )
-    grad_x = to_written * dt + _by_head(d.to(x.dtype), b.shape[2]) * out
+    grad_x = to_written * dt + d.to(x.dtype)[..., None, None] * out
     grad_dt = (to_written * x).sum(-1, keepdim=True)
     grads = (grad_x, grad_dt, grad_g, grad_b, grad_c)
     dx, ddt, dg, db, dc = (in_tokens(one, like) for one, like in zip(grads, given, strict=True))
-    grad_d = (out * x).sum((0, 1, 4, 5)).flatten().to(d.dtype)
+    grad_d = (out * x).sum((0, 1, 4, 5)).to(d.dtype)
     return dx, ddt, dg, db, dc, grad_d
 
 

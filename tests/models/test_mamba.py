@@ -23,14 +23,13 @@ def by_token(
     x: Tensor, dt: Tensor, g: Tensor, b: Tensor, c: Tensor, d: Tensor, starts: Tensor | None
 ) -> Tensor:
     """The recurrence of the module's docstring, token by token."""
-    b, c = b.repeat_interleave(R, 2), c.repeat_interleave(R, 2)
-    state, outs = torch.zeros(B, G * R, K, P, dtype=x.dtype), []
+    state, outs = torch.zeros(B, G, R, K, P, dtype=x.dtype), []
     for t in range(x.shape[1]):
         if starts is not None:
-            state = state * ~starts[:, t].view(B, 1, 1, 1)
-        written = torch.einsum("bhk,bhp->bhkp", b[:, t], dt[:, t, :, None] * x[:, t])
+            state = state * ~starts[:, t].view(B, 1, 1, 1, 1)
+        written = torch.einsum("bgk,bgrp->bgrkp", b[:, t], dt[:, t, ..., None] * x[:, t])
         state = state * g[:, t].exp()[..., None, None] + written
-        outs.append(torch.einsum("bhkp,bhk->bhp", state, c[:, t]) + d[:, None] * x[:, t])
+        outs.append(torch.einsum("bgrkp,bgk->bgrp", state, c[:, t]) + d[..., None] * x[:, t])
     return torch.stack(outs, 1)
 
 
@@ -40,9 +39,9 @@ def inputs(length: int) -> tuple[Tensor, ...]:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
-    heads, states = (B, length, G * R), (B, length, G, K)
+    heads, states = (B, length, G, R), (B, length, G, K)
     dt, g = drawn(*heads).exp(), -drawn(*heads).abs()
-    made = (drawn(*heads, P), dt, g, drawn(*states), drawn(*states), drawn(G * R))
+    made = (drawn(*heads, P), dt, g, drawn(*states), drawn(*states), drawn(G, R))
     return tuple(each.detach().requires_grad_() for each in made)
 
 
