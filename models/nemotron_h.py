@@ -20,7 +20,6 @@ from dtron.models.config import DecoderConfig
 from dtron.models.hf import (
     BIAS_SPEED,
     CONTEXT,
-    HEAD_DIM,
     KV_HEADS,
     HuggingFace,
     KeyConverter,
@@ -281,7 +280,11 @@ HF = HuggingFace(
     defaults={"layer_norm_epsilon": 1e-5, "attention_dropout": 0.0},
     converters=(
         CONTEXT,
-        HEAD_DIM,
+        KeyConverter(
+            frozenset({"head_dim"}),
+            lambda given: {"head_dim": given.get("head_dim", 128)},
+            lambda config: {"head_dim": config.head_size},
+        ),
         KV_HEADS,
         KeyConverter(
             frozenset({*_PATTERN_KEYS, "hybrid_override_pattern", "num_hidden_layers"}),

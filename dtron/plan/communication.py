@@ -168,9 +168,7 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def made(kind: str, width: float, count: float) -> Collective:
         return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
 
-    def both(
-        kind: LayerKind, layers: Sequence[int], again: int
-    ) -> Iterator[Collective]:
+    def both(kind: LayerKind, layers: Sequence[int], again: int) -> Iterator[Collective]:
         """Yield the collectives that gather inputs and reduce outputs in forward and backward.
 
         Those of the backward mirror those of the forward. `again`: number of layers whose backward

@@ -260,11 +260,11 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     """List the matmuls that a layer's backward recomputes in a mode that keeps no matmul result.
 
     The last matmul of a feed-forward or shared expert, or of a layer without these, may be omitted:
-    its result is only added to the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
-    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains
-    the recomputation omits it. Eager recomputation stops at the last tensor that autograd needs, so
-    it omits this matmul only if it is the layer's last. In mode `full`, a compiled block repeats
-    its whole forward.
+    its result is only added to the layer's output, so no gradient reads it. (Gradients of combine
+    weights read the results of experts, and those of post-norms their inputs.) A compiled block
+    whose backward graph contains the recomputation omits it. Eager recomputation stops at the last
+    tensor that autograd needs, so it omits this matmul only if it is the layer's last. In mode
+    `full`, a compiled block repeats its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)

@@ -328,9 +328,8 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
 
     Args:
         chained: whether attention is compiled, keeps no matmul result, and is not all that the
-            block has. Its backward then also
-            recomputes the output of the norm before it, and that of a feed-forward layer the input
-            of the post-norm after it.
+            block has. Its backward then also recomputes the output of the norm before it, and that
+            of a feed-forward layer the input of the post-norm after it.
     """
     if row.module == "ffn_post_norm":
         return "ffn" in names and chained and row.width > 1
@@ -342,7 +341,7 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
         if row.module in own and name in names:
             return True
     return (
- (row.module in _ATTENTION and "attn" in names)
+        (row.module in _ATTENTION and "attn" in names)
         or (row.module == "ffn" and "ffn" in names)
         or (row.module == "shared" and row.split == "neurons" and "ffn.shared" in names)
         or (row.module == "experts" and row.split == "columns" and "ffn.experts" in names)

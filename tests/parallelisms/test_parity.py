@@ -725,6 +725,13 @@ EXPERTS8: dict[str, Any] = {
 DEEP8: dict[str, Any] = {**EXPERTS8, "override": {**EXPERTS8["override"], "n_layers": 8}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
 HYBRID8 = {"float8": {"experts": True}, "override": {**EXPERTS8["override"], **DELTA8}}
+PATTERN8 = {
+    "n_layers": 5,
+    "expert_dim": 32,
+    "ffn_dim": 64,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -743,6 +750,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
     float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2), "nemotron_h", override=PATTERN8),
     float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
