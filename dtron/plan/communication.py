@@ -177,7 +177,8 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         times = len(layers)
         widths_in, widths_out = _widths(run, kind)
         size_in, size_out = (_share_gathered(run, layers, names) for names in _ends(kind))
-        repeated = widths_out[:1] if kind.mixer and kind.ffn else []  # attention's output
+        # Attention's output; with experts, which are combined after them, also shared experts'.
+        repeated = widths_out if kind.experts else widths_out[:1] if kind.mixer and kind.ffn else []
         if not split:
             yield made("all_reduce", model.dim, times * 2 * len(widths_out) + again * len(repeated))
             return

@@ -376,13 +376,11 @@ HYBRID_CASES = [
 PATTERN_CASES = [
     Case("nemotron_h", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
     Case("nemotron_h", 4, HIERARCHICAL, documents=True, dtype="float64"),
-    Case("nemotron_h", 4, Parallel(tp=4), SELECTIVE, dtype="float64"),
     Case("nemotron_h", 2, Parallel(tp=2, async_tp=True), micro_batch=2),
-    Case("nemotron_h", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
+    Case("nemotron_h", 2, Parallel(tp=2), SELECTIVE, EAGER, documents=True),
     Case("nemotron_h", 2, recompute=Recompute(mode="full", modules=["mamba", "ffn"])),
     Case("nemotron_h", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
     Case("nemotron_h", 4, Parallel(pp=2, ep=2, schedule=V), packing="best_fit", documents=True),
-    Case("nemotron_h", 2, BOUNDED, FULL, EAGER, sequences=4),
 ]
 """Layers of Mamba-2, attention, feed-forward or experts alone."""
 LOCAL_CASES = [

@@ -141,8 +141,6 @@ MODULES = [
     ("qwen3_5", 0, "full", ["delta"]),
     ("nemotron_h", 0, "full", ["mamba"]),
     ("nemotron_h", 2, "full", ["attn"]),
-    ("nemotron_h", 3, "full", ["ffn"]),
-    ("nemotron_h", 1, "full", ["ffn.experts"]),
     *[("gemma3", 0, "full", modules) for modules in (["attn"], ["ffn"], ["attn", "ffn"])],
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
@@ -200,7 +198,7 @@ UNITS = [
     *[("qwen3_5", layer) for layer in (0, 3)],
     ("qwen3_5_moe", 0),
     ("gemma3", 0),
-    *[("nemotron_h", layer) for layer in (0, 1)],
+    ("nemotron_h", 0),
 ]
 
 
@@ -307,7 +305,6 @@ AGAIN = [
     *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5", "gemma3")],
     ("gemma3", 0, "full"),
     *[("nemotron_h", layer, "attention") for layer in (0, 2)],
-    ("nemotron_h", 0, "full"),
 ]
 
 
