@@ -29,6 +29,7 @@ from dtron.models.hf_weights import HFFamily, HFFolder
 from dtron.models.llama import LLAMA
 from dtron.models.llava import LLAVA
 from dtron.models.mixtral import MIXTRAL
+from dtron.models.nemotron_h import NEMOTRON_H
 from dtron.models.qwen3 import QWEN3
 from dtron.models.qwen3_5 import QWEN3_5
 from dtron.models.qwen3_5_moe import QWEN3_5_MOE
@@ -56,7 +57,8 @@ MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
         *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
-        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT, LLAVA),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, NEMOTRON_H),
+        *(BERT, LLAVA),
     )
 }
 

@@ -19,12 +19,31 @@ MOST_FACTOR = 1e30
 class LayerKind(NamedTuple):
     """Modules of a layer. Layers of one kind differ only in their weights and windows."""
 
-    delta: bool = False
-    """A gated delta net in place of attention."""
-    experts: bool = False
-    """A mixture of experts in place of a dense feed-forward layer."""
+    mixer: Literal["attention", "delta", "mamba", ""] = "attention"
+    """What mixes tokens: attention, a gated delta net or Mamba-2; empty: nothing."""
+    ffn: Literal["dense", "experts", ""] = "dense"
+    """The feed-forward layer, dense or a mixture of experts; empty: none."""
     mtp: bool = False
     """A block of multi-token prediction."""
+
+    @property
+    def experts(self) -> bool:
+        """Whether the layer has a mixture of experts."""
+        return self.ffn == "experts"
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the layer has a state of fixed size instead of keys and values."""
+        return self.mixer in ("delta", "mamba")
+
+
+PATTERN = {
+    "M": LayerKind("mamba", ""),
+    "*": LayerKind("attention", ""),
+    "-": LayerKind("", "dense"),
+    "E": LayerKind("", "experts"),
+}
+"""{character of `layer_pattern`: kind of the layer}."""
 
 
 class DecoderConfig(BaseModel):
@@ -95,6 +114,22 @@ class DecoderConfig(BaseModel):
     output_gate: bool = False
     """Multiply attention's output, before wo, by a learned sigmoid gate per element (Qwen3.5,
     arXiv:2505.06708)."""
+    layer_pattern: str = Field(default="", max_length=MAX_LAYERS, pattern=r"^[M*E-]*$")
+    """Kind of each layer, of which each then has one norm and one sum, as in Nemotron-H: M
+    (Mamba-2), * (attention), - (feed-forward), E (experts); repeated as often as n_layers needs.
+    Empty: each layer has attention, or a gated delta net, and a feed-forward layer."""
+    mamba_heads: int = Field(default=0, ge=0, le=2**16)
+    """Mamba-2 (arXiv:2405.21060): number of heads."""
+    mamba_groups: int = Field(default=0, ge=0, le=2**16)
+    """Mamba-2: number of groups of heads that share b and c (n_groups of transformers)."""
+    mamba_head_dim: int = Field(default=0, ge=0, le=2**16)
+    """Mamba-2: width of a head."""
+    mamba_state_dim: int = Field(default=0, ge=0, le=2**16)
+    """Mamba-2: width of the state, of which each channel of a head has one."""
+    mamba_conv: int = Field(default=4, ge=1, le=64)
+    """Mamba-2: number of tokens that the causal convolution sees, with the token itself."""
+    mamba_dt_min: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
+    """Mamba-2: lower bound of time steps, as time_step_min of transformers' Nemotron-H; 0: none."""
     delta_key_heads: int = Field(default=0, ge=0, le=2**16)
     """Number of query and key heads of the gated delta net (arXiv:2412.06464), in all layers but
     every full_attention_every-th; 0: no such layers."""
@@ -121,11 +156,12 @@ class DecoderConfig(BaseModel):
     rotated part of the key."""
     v_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of value heads, at most the width of query heads."""
-    positions: Literal["rope", "learned"] = "rope"
+    positions: Literal["rope", "learned", "none"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: a
-    position embedding is added to the token embedding."""
+    position embedding is added to the token embedding. `none`: only the causal mask and recurrent
+    layers tell positions apart."""
     max_seq_len: int = Field(default=2048, ge=1, le=2**31)
-    """Maximum sequence length with `positions = "learned"`, in tokens; rope has no limit."""
+    """Maximum sequence length with `positions = "learned"`, in tokens; the others have no limit."""
     token_types: int = Field(default=0, ge=0, le=2**16)
     """Number of token types, whose embeddings are added to those of tokens (BERT). dtron's data
     have type 0 only. 0: no such embeddings."""
@@ -267,22 +303,39 @@ class DecoderConfig(BaseModel):
 
     @property
     def n_expert_layers(self) -> int:
-        """Number of layers with experts; they follow the dense layers."""
-        return self.n_layers - self.first_dense_layers if self.n_experts else 0
+        """Number of layers with experts, without MTP blocks."""
+        return sum(kind.experts for kind in self.layer_kinds[: self.n_layers])
 
     @property
     def n_dense_layers(self) -> int:
-        """Number of layers without experts; they precede the layers with experts."""
-        return self.n_layers - self.n_expert_layers
+        """Number of layers with a dense feed-forward layer, without MTP blocks."""
+        return sum(kind.ffn == "dense" for kind in self.layer_kinds[: self.n_layers])
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer, then of each MTP block."""
-        layers = (
-            LayerKind(delta, layer >= self.n_dense_layers)
-            for layer, delta in enumerate(self.delta_layers)
-        )
-        return (*layers, *[LayerKind(experts=self.n_experts > 0, mtp=True)] * self.mtp)
+        pattern, ffn = self.layer_pattern, "experts" if self.n_experts else "dense"
+        if pattern:
+            layers = (PATTERN[pattern[layer % len(pattern)]] for layer in range(self.n_layers))
+        else:
+            layers = (self._layer_kind(layer) for layer in range(self.n_layers))
+        return (*layers, *[LayerKind(ffn=ffn, mtp=True)] * self.mtp)
+
+    def _layer_kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer of a model without `layer_pattern`."""
+        every = self.full_attention_every
+        delta = self.delta_key_heads and not (every and (layer + 1) % every == 0)
+        experts = self.n_experts and layer >= self.first_dense_layers
+        return LayerKind("delta" if delta else "attention", "experts" if experts else "dense")
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether layers are gated delta nets or Mamba-2."""
+        return any(kind.recurrent for kind in self.layer_kinds)
+
+    def n_layers_of(self, mixer: str) -> int:
+        """Return the number of layers with this `LayerKind.mixer`, with MTP blocks."""
+        return sum(kind.mixer == mixer for kind in self.layer_kinds)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -302,23 +355,16 @@ class DecoderConfig(BaseModel):
         return self.model_copy(update={**unscaled, "rope_scaling": "llama3"})
 
     @property
-    def delta_layers(self) -> tuple[bool, ...]:
-        """Whether each layer is a gated delta net instead of attention."""
-        every = self.full_attention_every
-        return tuple(
-            bool(self.delta_key_heads) and (layer + 1) % every > 0 for layer in range(self.n_layers)
-        )
-
-    @property
-    def n_delta_layers(self) -> int:
-        """Number of gated delta nets."""
-        return sum(self.delta_layers)
-
-    @property
     def delta_channels(self) -> int:
         """Gated delta net: width of all queries, keys and values."""
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         return keys + self.delta_value_heads * self.delta_value_dim
+
+    @property
+    def mamba_channels(self) -> int:
+        """Mamba-2: width of all inputs, b and c."""
+        states = 2 * self.mamba_groups * self.mamba_state_dim
+        return self.mamba_heads * self.mamba_head_dim + states
 
     @property
     def image_tokens(self) -> int:

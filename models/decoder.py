@@ -6,12 +6,15 @@ rank, mesh or process group: parallelism is applied from outside, by module name
     embed, position_embed                              position_embed for learned positions
     type_embed, embed_norm                             with token types; with post_norm
     blocks.<i>.attn_norm, .attn.{wq,wk,wv,wo}          .attn.{q_norm,k_norm} with qk_norm
-    blocks.<i>.delta                                   in place of .attn (`gated_delta_net.py`)
+    blocks.<i>.{delta,mamba}                           in place of .attn (`gated_delta_net.py`,
+                                                       `mamba.py`)
     blocks.<i>.attn.{wq,wq_a,q_a_norm,wq_b}            latent attention: wq, or the other three
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.{attn_post_norm,ffn_post_norm}          with sandwich_norms
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
+                                                       with layer_pattern only one of the two
+                                                       halves: mixer or feed-forward layer
     norm, head                                         the projection to logits
     transform                                          before them, with post_norm
     mtp_embed                                          with mtp: shares the embedding's weight
@@ -46,12 +49,13 @@ from torch import Tensor, nn
 from dtron.errors import ConfigError
 from dtron.models.attention import Attention, Backend, Mask
 from dtron.models.config import DecoderConfig, LayerKind
-from dtron.models.delta_rule import document_starts
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
 from dtron.models.layers import ACTIVATIONS, FeedForward, norm, soft_cap
+from dtron.models.mamba import Mamba, init_core_parameter
 from dtron.models.moe import MoE
+from dtron.models.recurrent import document_starts
 from dtron.models.rope import rope_table
 
 INIT_STD = 0.02
@@ -67,21 +71,21 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, backend: Backend, window: int = 0):
         super().__init__()
-        self.attn_norm = norm(config, config.dim)
-        self._build_attention(config, backend, window)
-        self.ffn_norm = norm(config, config.dim)
-        self.ffn = self._feed_forward(config)
+        self._build_mixer(config, backend, window)
+        self._build_feed_forward(config)
         self.attn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
         self.ffn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
-    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        self.attn_norm = norm(config, config.dim)
         attention = LatentAttention if config.kv_lora_rank else Attention
         self.attn = attention(config, backend, window)
 
-    def _feed_forward(self, config: DecoderConfig) -> FeedForward | MoE:
-        return FeedForward(config)
+    def _build_feed_forward(self, config: DecoderConfig) -> None:
+        self.ffn_norm = norm(config, config.dim)
+        self.ffn = FeedForward(config)
 
     def forward(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
@@ -94,7 +98,7 @@ class Block(nn.Module):
             mask: from the attention backend's `prepare`.
             dropout_keys: int64 (B, T) with this layer folded in; None without dropout.
         """
-        x = self._attended(x, rope, mask, dropout_keys)
+        x = self._mixed(x, rope, mask, dropout_keys)
         return self._add_ffn(x, self.feed_forward(x), dropout_keys)
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ class Block(nn.Module):
         """
         return self.ffn(self.ffn_norm(x))
 
-    def _attended(
+    def _mixed(
         self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
     ) -> Tensor:
         h = self.attn(self.attn_norm(x), rope, mask, dropout_keys)
@@ -148,20 +152,32 @@ class HeadTransform(nn.Module):
         return self.activation(self.dense(x))
 
 
-class DeltaBlock(Block):
-    """Block with a gated delta net in place of attention.
+class RecurrentBlock(Block):
+    """Block with a recurrent layer in place of attention.
 
-    Its `forward` takes `starts` and `order`, arguments of `GatedDeltaNet.forward`, in place of
-    `rope` and `mask`.
+    Its `forward` takes `starts` and `order`, arguments of the layer's forward, in place of `rope`
+    and `mask`.
     """
 
-    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
-        self.delta = GatedDeltaNet(config)
+    def _recurrent(self) -> nn.Module:
+        raise NotImplementedError
 
-    def _attended(  # type: ignore[override]
+    def _mixed(  # type: ignore[override]
         self, x: Tensor, starts: Tensor | None, order: Tensor | None, dropout_keys: Tensor | None
     ) -> Tensor:
-        return self._add_attention(x, self.delta(self.attn_norm(x), starts, order), dropout_keys)
+        h = self._recurrent()(self.attn_norm(x), starts, order)
+        return self._add_attention(x, h, dropout_keys)
+
+
+class DeltaBlock(RecurrentBlock):
+    """Block with a gated delta net in place of attention."""
+
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        self.attn_norm = norm(config, config.dim)
+        self.delta = GatedDeltaNet(config)
+
+    def _recurrent(self) -> nn.Module:
+        return self.delta
 
 
 class ExpertBlock(Block):
@@ -171,8 +187,9 @@ class ExpertBlock(Block):
     twice under recomputation, but they must be recorded once.
     """
 
-    def _feed_forward(self, config: DecoderConfig) -> MoE:
-        return MoE(config)
+    def _build_feed_forward(self, config: DecoderConfig) -> None:
+        self.ffn_norm = norm(config, config.dim)
+        self.ffn = MoE(config)
 
     def forward(  # type: ignore[override]
         self,
@@ -192,7 +209,7 @@ class ExpertBlock(Block):
             order: index of each token in its sequence, on all ranks; see `MoE.dispatch`.
             real: bool (B, T), False for padding; None: no padding.
         """
-        x = self._attended(x, rope, mask, dropout_keys)
+        x = self._mixed(x, rope, mask, dropout_keys)
         ffn = self.ffn
         assert isinstance(ffn, MoE)
         rows, offsets, state = ffn.dispatch(self.ffn_norm(x), dropout_keys, loads, order, real)
@@ -204,6 +221,46 @@ class ExpertBlock(Block):
 
 class DeltaExpertBlock(DeltaBlock, ExpertBlock):
     """Block with a gated delta net and a mixture of experts."""
+
+
+class AttentionLayer(Block):
+    """Block without a feed-forward layer: x += attention(norm(x))."""
+
+    def _build_feed_forward(self, config: DecoderConfig) -> None:
+        pass
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """Apply the block: (B, T, D) -> (B, T, D); arguments as in `Block.forward`."""
+        return self._mixed(x, rope, mask, dropout_keys)
+
+
+class MambaLayer(AttentionLayer, RecurrentBlock):
+    """Block with Mamba-2 in place of attention, and without a feed-forward layer."""
+
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        self.attn_norm = norm(config, config.dim)
+        self.mamba = Mamba(config)
+
+    def _recurrent(self) -> nn.Module:
+        return self.mamba
+
+
+class FeedForwardLayer(Block):
+    """Block without attention: x += feed_forward(norm(x))."""
+
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        pass
+
+    def _mixed(
+        self, x: Tensor, rope: Tensor | None, mask: Mask, dropout_keys: Tensor | None
+    ) -> Tensor:
+        return x
+
+
+class ExpertLayer(FeedForwardLayer, ExpertBlock):
+    """Block with a mixture of experts, and without attention."""
 
 
 class MTPBlock(Block):
@@ -253,11 +310,15 @@ class MTPExpertBlock(MTPBlock, ExpertBlock):
 
 BLOCKS: dict[LayerKind, type[Block]] = {
     LayerKind(): Block,
-    LayerKind(delta=True): DeltaBlock,
-    LayerKind(experts=True): ExpertBlock,
-    LayerKind(delta=True, experts=True): DeltaExpertBlock,
+    LayerKind("delta"): DeltaBlock,
+    LayerKind(ffn="experts"): ExpertBlock,
+    LayerKind("delta", "experts"): DeltaExpertBlock,
+    LayerKind("attention", ""): AttentionLayer,
+    LayerKind("mamba", ""): MambaLayer,
+    LayerKind("", "dense"): FeedForwardLayer,
+    LayerKind("", "experts"): ExpertLayer,
     LayerKind(mtp=True): MTPBlock,
-    LayerKind(mtp=True, experts=True): MTPExpertBlock,
+    LayerKind(ffn="experts", mtp=True): MTPExpertBlock,
 }
 
 
@@ -324,7 +385,7 @@ class Decoder(nn.Module):
                 with `mtp_tokens` (B, T, 1 + P).
             mtp_tokens: int64 (B, T, P), the tokens 1, 2, ... P ahead; None: skip MTP.
             order: index of each token in its sequence, on all ranks that share the micro-batch
-                (see `MoE.dispatch`); used if experts have a capacity, and by gated delta nets with
+                (see `MoE.dispatch`); used if experts have a capacity, and by recurrent layers with
                 context parallelism.
             real: bool (B, T), False for padding; None: no padding. Used by models with experts.
             loss_weights: (1 + P,), passed to a head that computes the losses of all predictions.
@@ -342,14 +403,14 @@ class Decoder(nn.Module):
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys, token_types)
         rope, local_rope = self._rope_tables(positions)
-        starts = document_starts(documents, positions) if self.config.delta_key_heads else None
+        starts = self._starts(documents, positions)
         routed = (order if self.config.capacity_factor else None, real)
         predictions = []
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
             if isinstance(block, MTPBlock):
                 predictions.append((block, keys))
-            elif isinstance(block, DeltaBlock):
+            elif isinstance(block, RecurrentBlock):
                 x = self._through(block, routed, x, starts, order, keys)
             elif int(layer) < self.config.n_layers:  # not the place of another stage's MTP block
                 table = local_rope if self.config.windows[int(layer)] else rope
@@ -380,6 +441,10 @@ class Decoder(nn.Module):
         if self.training and torch.is_grad_enabled():
             router.record(counts, losses)
         return x
+
+    def _starts(self, documents: Tensor | None, positions: Tensor) -> Tensor | None:
+        """Return the starts of documents, for recurrent layers."""
+        return document_starts(documents, positions) if self.config.has_recurrent_layers else None
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the rotary tables of layers without and with a window; None: no rotation."""
@@ -433,7 +498,8 @@ def init_parameter(
     Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * n_layers)
     for matrices that write to the residual stream (wo, down), so that its variance does not grow
     with depth (GPT-2; not with post_norm, where norms follow). Norms start at gamma = 1, biases at
-    0. The stacked matrices of experts are drawn as one tensor.
+    0. With layer_pattern only one matrix per layer writes to the residual stream. The stacked
+    matrices of experts are drawn as one tensor.
 
     Args:
         config: config of the model.
@@ -443,7 +509,9 @@ def init_parameter(
     """
     *path, kind = fqn.split(".")
     name = path[-1] if kind in ("weight", "bias") else kind  # experts: parameters, not modules
-    if kind in ("gamma", "dt_bias"):
+    if path[-2:] == ["mamba", "core"]:
+        init_core_parameter(config, kind, full, generator)
+    elif kind in ("gamma", "dt_bias"):
         full.fill_(1.0)
     elif kind == "a_log":  # decay rates of a gated delta net, as in transformers
         full.uniform_(0.01, 16, generator=generator).log_()
@@ -452,6 +520,7 @@ def init_parameter(
     elif name.endswith("norm"):
         full.fill_(0.0 if config.norm_zero_centered else 1.0)
     elif name in ("wo", "down") and not config.post_norm:
-        full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
+        sums = config.n_layers * (1 if config.layer_pattern else 2)
+        full.normal_(0.0, INIT_STD / math.sqrt(sums), generator=generator)
     else:
         full.normal_(0.0, INIT_STD, generator=generator)

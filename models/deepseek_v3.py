@@ -32,6 +32,7 @@ from dtron.models.hf import (
     HuggingFace,
     KeyConverter,
     WeightName,
+    expert_groups,
     optional_key,
     read_rope,
     rope_converter,
@@ -207,18 +208,6 @@ def _write_dense(config: DecoderConfig) -> dict[str, Any]:
     return {"first_k_dense_replace": config.first_dense_layers, "intermediate_size": width}
 
 
-def _read_groups(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the groups of experts; selection from all groups becomes n_groups = 1."""
-    groups, top = given.get("n_group", 8), given.get("topk_group", 4)
-    if groups == top:
-        groups, top = 1, 1
-    return {"n_groups": groups, "top_groups": top}
-
-
-def _write_groups(config: DecoderConfig) -> dict[str, Any]:
-    return {"n_group": config.n_groups, "topk_group": config.top_groups}
-
-
 _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -299,7 +288,7 @@ HF = HuggingFace(
         KeyConverter(
             frozenset({"first_k_dense_replace", "intermediate_size"}), _read_dense, _write_dense
         ),
-        KeyConverter(frozenset({"n_group", "topk_group"}), _read_groups, _write_groups),
+        expert_groups(8, 4),
         optional_key("q_lora_rank", "q_lora_rank", default=1536),
         KeyConverter(frozenset(_MTP_KEYS), _read_mtp, _write_mtp),
     ),

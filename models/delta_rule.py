@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk."""
+from dtron.models.chunks import Decays, decay_gradient, decays, in_chunks, in_tokens
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,9 @@ class _Chunks:
     """(B, N, G, R, C, V)."""
     seen: Tensor
     """(B, N, G, R, C, K)."""
-    kept: Tensor
-    """(B, N, G, R, 1, 1)."""
     system: Tensor
     """(B, N, G, R, C, C): own and seen solve (1 + system) x = right."""
-    pairs: Tensor
-    """(B, N, G, R, C, C), decay between two tokens; 0 for later ones and other documents."""
-    since: Tensor
-    """(B, N, G, R, C, 1), decay since the chunk began; 0 after a document has started in it."""
-    until: Tensor
-    """(B, N, G, R, C, 1), decay until the chunk ends; 0 if a document starts later in it."""
+    decay: Decays
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -65,32 +57,20 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
     wide, groups = torch.promote_types(v.dtype, torch.float32), q.shape[2]
     by_group = (v, g.unsqueeze(-1), beta.unsqueeze(-1))
-    v, g, beta = (_chunks(x.to(wide).unflatten(2, (groups, -1))) for x in by_group)
-    q, k = (_chunks(x.to(wide).unsqueeze(3)) for x in (q, k))
+    v, g, beta = (in_chunks(x.to(wide).unflatten(2, (groups, -1))) for x in by_group)
+    q, k = (in_chunks(x.to(wide).unsqueeze(3)) for x in (q, k))
     return q, k, v, g, beta
 
 
 def _prepare(inputs: Inputs, starts: Tensor | None) -> _Chunks:
     q, k, v, g, beta = inputs
-    order = torch.arange(CHUNK, device=v.device)
-    causal = order.unsqueeze(-1) >= order  # (C, C)
-    # Sums of only the decays between two tokens: differences of sums from the chunk's first token
-    # lose small decays after a large one.
-    between = torch.where(order.unsqueeze(-1) > order, g, 0.0).cumsum(-2)
-    decay = g.cumsum(-2)
-    since, until, kept = decay.exp(), between[..., -1:, :].mT.exp(), decay[..., -1:, :].exp()
-    if starts is not None:
-        number = _chunks(starts.int().view(*starts.shape, 1, 1, 1)).cumsum(-2)  # in its chunk
-        last = number[..., -1:, :]
-        causal = causal & (number == number.transpose(-1, -2))
-        since, until, kept = since * (number == 0), until * (number == last), kept * (last == 0)
-    pairs = between.masked_fill(~causal, float("-inf")).exp()
-    system = (beta * (k @ k.transpose(-1, -2)) * pairs).tril(-1)
-    right = torch.cat([beta * v, beta * since * k], dim=-1)
+    decay = decays(g, starts)
+    system = (beta * (k @ k.transpose(-1, -2)) * decay.pairs).tril(-1)
+    right = torch.cat([beta * v, beta * decay.since * k], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    within = (q @ k.transpose(-1, -2)) * pairs
-    return _Chunks(q * since, k * until, within, own, seen, kept, system, pairs, since, until)
+    within = (q @ k.transpose(-1, -2)) * decay.pairs
+    return _Chunks(q * decay.since, k * decay.until, within, own, seen, system, decay)
 
 
 def _scan(c: _Chunks) -> tuple[Tensor, Tensor]:
@@ -100,7 +80,7 @@ def _scan(c: _Chunks) -> tuple[Tensor, Tensor]:
     for n in range(c.own.shape[1]):
         states.append(state)
         written.append(c.own[:, n] - c.seen[:, n] @ state)
-        state = state * c.kept[:, n] + c.k[:, n].mT @ written[n]
+        state = state * c.decay.kept[:, n] + c.k[:, n].mT @ written[n]
     return torch.stack(states, 1), torch.stack(written, 1)
 
 
@@ -133,7 +113,7 @@ def gated_delta_rule(
     """
     chunks = _prepare(_inputs(q, k, v, g, beta), starts)
     states, written = _scan(chunks)
-    return _tokens(chunks.q @ states + chunks.within @ written, v)
+    return in_tokens(chunks.q @ states + chunks.within @ written, v)
 
 
 @gated_delta_rule.register_fake
@@ -159,17 +139,21 @@ def gated_delta_rule_backward(
     inputs = _inputs(q, k, v, g, beta)
     c = _prepare(inputs, starts)
     states, written = _scan(c)
-    out = _chunks(grad.to(states.dtype).unflatten(2, (q.shape[2], -1)))  # (B, N, G, R, C, V)
+    out = in_chunks(grad.to(states.dtype).unflatten(2, (q.shape[2], -1)))  # (B, N, G, R, C, V)
     to_written, to_next = c.within.mT @ out, []
     state = torch.zeros_like(states[:, 0])  # gradient of the state after a chunk
     for n in reversed(range(out.shape[1])):
         to_next.append(state)
         to_written[:, n] += c.k[:, n] @ state
-        state = state * c.kept[:, n] + c.q[:, n].mT @ out[:, n] - c.seen[:, n].mT @ to_written[:, n]
+        state = (
+            state * c.decay.kept[:, n]
+            + c.q[:, n].mT @ out[:, n]
+            - c.seen[:, n].mT @ to_written[:, n]
+        )
     following = torch.stack(to_next[::-1], 1)
     grads = _gradients(inputs, c, states, written, out, to_written, following)
     dq, dk, dv, dg, dbeta = (
-        _tokens(x, like) for x, like in zip(grads, (q, k, v, g, beta), strict=True)
+        in_tokens(x, like) for x, like in zip(grads, (q, k, v, g, beta), strict=True)
     )
     return dq, dk, dv, dg, dbeta
 
@@ -199,25 +183,24 @@ def _gradients(
     to_system = (-right @ solved.mT).tril(-1)
     to_values, to_keys = right.split([v.shape[-1], k.shape[-1]], dim=-1)
 
-    products, by_beta = q @ k.mT, to_system * beta * c.pairs
-    grad_q = (to_q * c.since + (to_within * c.pairs) @ k).sum(3, keepdim=True)
-    grad_k = to_k * c.until + (to_within * c.pairs).mT @ q + to_keys * beta * c.since
+    products, by_beta = q @ k.mT, to_system * beta * c.decay.pairs
+    grad_q = (to_q * c.decay.since + (to_within * c.decay.pairs) @ k).sum(3, keepdim=True)
+    grad_k = (
+        to_k * c.decay.until + (to_within * c.decay.pairs).mT @ q + to_keys * beta * c.decay.since
+    )
     grad_k = (grad_k + (by_beta + by_beta.mT) @ k).sum(3, keepdim=True)
     similar = k @ k.mT
-    grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.since * k).sum(
+    grad_beta = (to_values * v).sum(-1, keepdim=True) + (to_keys * c.decay.since * k).sum(
         -1, keepdim=True
     )
-    grad_beta = grad_beta + (to_system * similar * c.pairs).sum(-1, keepdim=True)
+    grad_beta = grad_beta + (to_system * similar * c.decay.pairs).sum(-1, keepdim=True)
 
-    # The decay of a token acts on what passes it: from earlier tokens of the chunk to itself or
-    # later ones, from the state before, and to the state after. Sums of only these terms lose less
-    # precision than the gradient of a cumulative sum, whose terms cancel.
-    between = (to_within * products * c.pairs + by_beta * similar).tril(-1)
-    passing = (between.cumsum(-1) - between).tril().sum(-2).unsqueeze(-1)
-    began = (to_q * q + to_keys * beta * k).sum(-1, keepdim=True) * c.since
-    ends = (to_k * k).sum(-1, keepdim=True) * c.until
-    whole = (following * states).sum((-1, -2), keepdim=True) * c.kept
-    grad_g = passing + began.flip(-2).cumsum(-2).flip(-2) + ends.cumsum(-2) - ends + whole
+    grad_g = decay_gradient(
+        to_within * products * c.decay.pairs + by_beta * similar,
+        (to_q * q + to_keys * beta * k).sum(-1, keepdim=True) * c.decay.since,
+        (to_k * k).sum(-1, keepdim=True) * c.decay.until,
+        (following * states).sum((-1, -2), keepdim=True) * c.decay.kept,
+    )
     return grad_q, grad_k, to_values * beta, grad_g, grad_beta
 
 
@@ -236,36 +219,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 gated_delta_rule.register_autograd(_backward, setup_context=_save)
-
-
-def _chunks(x: Tensor) -> Tensor:
-    """Split (B, T, G, R, W) into chunks of C tokens, padded with zeros: (B, N, G, R, C, W)."""
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
-    return x.unflatten(1, (-1, CHUNK)).movedim(2, 4)
-
-
-def _tokens(x: Tensor, like: Tensor) -> Tensor:
-    """Undo `_chunks`: return (B, N, G, R, C, W) in the shape and dtype of `like`, contiguous."""
-    x = x.movedim(4, 2).flatten(1, 2)[:, : like.shape[1]]
-    return x.reshape(like.shape).to(like.dtype).contiguous()
-
-
-def document_starts(documents: Any, positions: Tensor) -> Tensor | None:
-    """Return bool (B, T), True at the first token of a document; None: one document per sequence.
-
-    Args:
-        documents: integers (B, T), equal within a document; None; or tables that
-            `Backend.described` or context parallelism made from them: then positions restart in
-            each document.
-        positions: int64 (B or 1, T).
-    """
-    if documents is None:
-        return None
-    if not isinstance(documents, Tensor):
-        return positions == 0
-    return torch.cat(
-        [torch.ones_like(documents[:, :1], dtype=torch.bool), documents.diff(dim=1) != 0], dim=1
-    )
 
 
 @functools.lru_cache(maxsize=8)

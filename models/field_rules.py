@@ -122,6 +122,42 @@ def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
             yield f"{key} = {getattr(config, key)} {why} {value}"
 
 
+_MAMBA = {"mamba_heads": 64, "mamba_groups": 8, "mamba_head_dim": 64, "mamba_state_dim": 128}
+"""{field of Mamba-2: usual value}."""
+_NOT_WITH_PATTERN = {
+    **{"window": 0, "delta_key_heads": 0, "first_dense_layers": 0, "kv_lora_rank": 0, "mtp": 0},
+    **{"bias": False, "causal": True, "post_norm": False, "sandwich_norms": False},
+}
+"""{field: its only value with layer_pattern}."""
+
+
+def _wrong_pattern(config: "DecoderConfig") -> Iterator[str]:
+    if not (pattern := config.layer_pattern):
+        return
+    layers = "".join(pattern[i % len(pattern)] for i in range(config.n_layers))
+    why = f"conflicts with layer_pattern = {json.dumps(pattern)}; use"
+    if "*" not in layers:
+        yield (
+            f"layer_pattern = {json.dumps(pattern)} has no attention (*) in the first "
+            f"{config.n_layers} layers; a model needs a layer with attention"
+        )
+    usual = {"-": {"ffn_dim": 4 * config.dim}, "E": {"n_experts": 8}, "M": _MAMBA}
+    for character, fields in usual.items():
+        for key, value in fields.items():
+            if character in layers and not getattr(config, key):
+                yield f"{key} = 0 {why} a size, such as {value}"
+            if character not in layers and getattr(config, key):
+                yield f"{key} = {getattr(config, key)} {why} 0, or layers {character}"
+    if "M" in layers and config.mamba_groups and config.mamba_heads % config.mamba_groups:
+        yield (
+            f"mamba_groups = {config.mamba_groups} does not divide mamba_heads = "
+            f"{config.mamba_heads}; use a divisor"
+        )
+    for key, value in _NOT_WITH_PATTERN.items():
+        if getattr(config, key) != value:
+            yield f"{key} = {getattr(config, key)} {why} {value}"
+
+
 def _wrong_vision(config: "DecoderConfig") -> Iterator[str]:
     if not config.vision_layers:
         return
@@ -259,6 +295,15 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "window kv_lora_rank bias",
         finds_none(_wrong_delta),
     ),
+    _unused(
+        " ".join((*_MAMBA, "mamba_conv mamba_dt_min")),
+        "layer_pattern",
+        fix=" or set layer_pattern",
+    ),
+    Rule(
+        " ".join(("layer_pattern n_layers ffn_dim n_experts", *_MAMBA, *_NOT_WITH_PATTERN)),
+        finds_none(_wrong_pattern),
+    ),
     Rule(
         "causal post_norm window delta_key_heads mtp n_experts sandwich_norms",
         finds_none(_wrong_encoder),
@@ -303,8 +348,8 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         finds_none(_wrong_vision),
     ),
     Rule(
-        "ffn_dim n_experts",
-        lambda c: c.ffn_dim or c.n_experts,
+        "ffn_dim n_experts layer_pattern",
+        lambda c: c.ffn_dim or c.n_experts or c.layer_pattern,
         lambda c: f"ffn_dim = 0 needs experts; use a hidden width such as {4 * c.dim}",
     ),
 )
@@ -337,8 +382,8 @@ EXPERTS: "tuple[Rule[DecoderConfig], ...]" = (
         "the hidden width of these layers",
     ),
     Rule(
-        "ffn_dim first_dense_layers",
-        lambda c: c.first_dense_layers or not c.ffn_dim,
+        "ffn_dim first_dense_layers layer_pattern",
+        lambda c: c.first_dense_layers or c.layer_pattern or not c.ffn_dim,
         "ffn_dim = {c.ffn_dim} has no effect if all layers have experts; use 0",
     ),
     _unused("shared_gate", "n_shared_experts"),

@@ -4,11 +4,13 @@
     causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
 Without a causal mask (BERT) all pairs count in both conventions.
-A frozen weight has no gradient and counts 4 instead of 6. A gated delta net counts, instead of the
-attention term, 18 * K * V per value head in both conventions: each token reads, writes and reads a
-state of K x V, evaluated token by token; evaluation by chunks takes more. An image of T tokens
-counts 6 * P' * T + 12 * L' * E * T^2 in both conventions, with P' parameters of encoder and
-projector and L' layers of width E; a third of it if they are frozen, without a backward.
+A frozen weight has no gradient and counts 4 instead of 6. Recurrent layers count, instead of the
+attention term, reads and writes of their states in both conventions: a gated delta net
+18 * K * V per value head (each token reads, writes and reads a state of K x V), Mamba-2 12 * K * P
+per head (it writes and reads a state of K x P). That is evaluation token by token; evaluation by
+chunks takes more. An image of T tokens counts
+6 * P' * T + 12 * L' * E * T^2 in both conventions, with P' parameters of encoder and projector and
+L' layers of width E; a third of it if they are frozen, without a backward.
 
 These are FLOPs per token, of forward and backward. P: parameters in matmuls (no embeddings; the
 head counts once per prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.layers import ACTIVATIONS
 
 Convention = Literal["full", "causal"]
@@ -52,7 +54,7 @@ class FlopsModel:
     qk_head_dim: int
     v_head_dim: int
     state_flops: float = 0.0
-    """FLOPs per token of forward and backward in the states of all gated delta nets."""
+    """FLOPs per token of forward and backward in the states of all recurrent layers."""
     causal: bool = True
     """Whether the causal convention counts half of the pairs; false: all pairs in both."""
     frozen_params: int = 0
@@ -73,8 +75,8 @@ class FlopsModel:
         return cls(
             matmul_params=own + adapters,
             frozen_params=own if adapters else 0,
-            n_layers=config.n_layers - config.n_delta_layers + config.mtp,
-            state_flops=3 * config.n_delta_layers * delta_flops(config),
+            n_layers=config.n_layers_of("attention"),
+            state_flops=3 * sum(state_flops(config, kind) for kind in config.layer_kinds),
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
@@ -85,17 +87,7 @@ class FlopsModel:
 
 def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
-    attention = _latent_attention(config) if config.kv_lora_rank else _attention(config)
-    attention += config.n_heads if config.sinks else 0
-    norms = 4 if config.sandwich_norms else 2
-    layers = config.n_layers * norms * _norm(config, config.dim)
-    layers += (config.n_layers - config.n_delta_layers) * attention
-    layers += config.n_delta_layers * _gated_delta_net(config)
-    layers += config.n_dense_layers * _feed_forward(config, config.ffn_dim)
-    layers += config.n_expert_layers * _mixture(config)
-    ffn = _mixture(config) if config.n_experts else _feed_forward(config, config.ffn_dim)
-    mtp_block = attention + (norms + 3) * _norm(config, config.dim) + ffn + 2 * config.dim**2
-    layers += config.mtp * mtp_block
+    layers = sum(_layer(config, kind) for kind in config.layer_kinds)
     embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
@@ -104,6 +96,17 @@ def n_parameters(config: DecoderConfig) -> int:
         embeddings += _norm(config, config.dim)
         embeddings += config.dim * (config.dim + 1) + config.vocab_size
     return layers + _norm(config, config.dim) + embeddings + n_vision_parameters(config)
+
+
+def _layer(config: DecoderConfig, kind: LayerKind) -> int:
+    """Count the parameters of a layer or MTP block."""
+    one, total = _norm(config, config.dim), 0
+    if kind.mixer:
+        total += _MIXERS[kind.mixer](config)
+    if kind.ffn:
+        total += _mixture(config) if kind.experts else _feed_forward(config, config.ffn_dim)
+    norms = (bool(kind.mixer) + bool(kind.ffn)) * (2 if config.sandwich_norms else 1)
+    return total + norms * one + (3 * one + 2 * config.dim**2 if kind.mtp else 0)
 
 
 def n_vision_parameters(config: DecoderConfig) -> int:
@@ -144,12 +147,15 @@ def _norm(config: DecoderConfig, width: int) -> int:
 
 
 def _attention(config: DecoderConfig) -> int:
+    sinks = config.n_heads if config.sinks else 0
+    if config.kv_lora_rank:
+        return _latent_attention(config) + sinks
     size = config.head_size
     q, kv = config.n_heads * size, config.n_kv_heads * size
     projections = _linear(config, config.dim, q) + 2 * _linear(config, config.dim, kv)
     projections += _linear(config, config.dim, q) if config.output_gate else 0
     norms = 2 * _norm(config, size) if config.qk_norm else 0
-    return projections + _linear(config, q, config.dim) + norms
+    return projections + _linear(config, q, config.dim) + norms + sinks
 
 
 def _gated_delta_net(config: DecoderConfig) -> int:
@@ -161,9 +167,24 @@ def _gated_delta_net(config: DecoderConfig) -> int:
     )
 
 
-def delta_flops(config: DecoderConfig) -> float:
-    """Return the FLOPs per token in the forward of the states of one gated delta net."""
-    return 6.0 * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+def _mamba(config: DecoderConfig) -> int:
+    heads, channels = config.mamba_heads, config.mamba_channels
+    inner = heads * config.mamba_head_dim
+    projections = config.dim * (channels + 2 * inner + heads)
+    return projections + channels * (config.mamba_conv + 1) + 3 * heads + inner
+
+
+_MIXERS = {"attention": _attention, "delta": _gated_delta_net, "mamba": _mamba}
+"""{LayerKind.mixer: function that counts its parameters}."""
+
+
+def state_flops(config: DecoderConfig, kind: LayerKind) -> float:
+    """Return the FLOPs per token in the forward of a layer's recurrent states; 0: it has none."""
+    if kind.mixer == "delta":
+        return 6.0 * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    if kind.mixer == "mamba":
+        return 4.0 * config.mamba_heads * config.mamba_state_dim * config.mamba_head_dim
+    return 0.0
 
 
 def _latent_attention(config: DecoderConfig) -> int:

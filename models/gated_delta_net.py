@@ -5,17 +5,13 @@
     out     <- (rms_norm(delta_rule(q, k, v, g, beta)) silu(x w_z)) wo
 
 q and k have length 1; the state of a value head decays by exp(g) at each token (`delta_rule.py`).
-Heads are independent up to wo. So all channels and head parameters are ordered by key head: a key
-head's channels are [its query, its key, the values of its R value heads]. Tensor parallelism splits
-between key heads, and context parallelism replaces the core's forward, which takes whole sequences
-of any of the heads.
+Channels and head parameters are ordered by key head (`recurrent.py`): a key head's channels are
+[its query, its key, the values of its R value heads].
 
 Shapes: B sequences, T tokens, D = dim, G key heads, H value heads, R = H / G, K and V widths of
 their heads, C = 2 K + R V channels per key head, W width of the convolution.
 Sources: Gated Delta Networks, arXiv:2412.06464; the configuration class and names of transformers.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,76 +19,19 @@ from torch import Tensor, nn
 
 from dtron.models.config import DecoderConfig
 from dtron.models.delta_rule import DELTA_KERNELS
+from dtron.models.recurrent import GroupedModule, causal_convolution
 
 L2_EPS = 1e-6
 
 
-def causal_convolution(x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
-    """Convolve each channel with its last W tokens of the same document, in float32 at least.
+class DeltaCore(GroupedModule):
+    """Convolution and gated delta rule, of groups of heads that share a key head.
 
-    Args:
-        x: (B, T, ...).
-        weight: (..., W); the last column multiplies the token itself.
-        starts: bool (B, T), True at the first token of a document; None: one document.
-    Returns:
-        (B, T, ...) in x's dtype.
-    """
-    return _Convolution.apply(x, weight, starts)
-
-
-class _Convolution(torch.autograd.Function):
-    """`causal_convolution`, which saves its inputs only, without masked or wider copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, starts)
-        wide, number = torch.promote_types(x.dtype, torch.float32), _numbers(starts)
-        given, weight = x.to(wide), weight.to(wide)
-        out = given * weight[..., -1]
-        for back in range(1, min(weight.shape[-1], x.shape[1])):
-            out = out + _moved(given, back, number) * weight[..., -1 - back]
-        # Compiled with torch 2.11, a forward that ends in a no-op has no gradient.
-        return out if out.dtype == x.dtype else out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, starts = ctx.saved_tensors
-        wide, number = torch.promote_types(x.dtype, torch.float32), _numbers(starts)
-        grad, given, taps = grads[0].to(wide), x.to(wide), weight.to(wide)
-        width, seen = taps.shape[-1], min(taps.shape[-1], x.shape[1])
-        to_x, to_taps = grad * taps[..., -1], [(grad * given).sum((0, 1))]
-        for back in range(1, seen):
-            later = _moved(grad, -back, number)
-            to_x = to_x + later * taps[..., -1 - back]
-            to_taps.append((later * given).sum((0, 1)))
-        to_weight = F.pad(torch.stack(to_taps[::-1], -1), (width - seen, 0))
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
-
-
-def _numbers(starts: Tensor | None) -> Tensor | None:
-    """Return the number of each token's document in its sequence, int64 (B, T)."""
-    return None if starts is None else starts.cumsum(1)
-
-
-def _moved(x: Tensor, by: int, number: Tensor | None) -> Tensor:
-    """Return x (B, T, ...) at token t - `by`, 0 outside of the document of token t."""
-    n, rest = abs(by), [0] * (2 * (x.dim() - 2))
-    kept, ends = (x[:, :-n], (n, 0)) if by > 0 else (x[:, n:], (0, n))
-    if number is not None:
-        same = number[:, n:] == number[:, :-n]
-        kept = kept * same.view(*same.shape, *[1] * (x.dim() - 2))
-    return F.pad(kept, (*rest, *ends))
-
-
-class DeltaCore(nn.Module):
-    """Convolution and gated delta rule; context parallelism replaces its forward.
-
-    Attributes:
-        head_shard: index of this rank's shard of the heads, which are sharded evenly.
+    Context parallelism replaces its forward.
     """
 
     def __init__(self, config: DecoderConfig):
-        super().__init__()
+        super().__init__(config.delta_key_heads)
         groups, heads = config.delta_key_heads, config.delta_value_heads
         self.conv = nn.Parameter(torch.empty(config.delta_channels, 1, config.delta_conv))
         self.a_log = nn.Parameter(torch.empty(heads))
@@ -100,7 +39,6 @@ class DeltaCore(nn.Module):
         self.key_dim, self.value_dim = config.delta_key_dim, config.delta_value_dim
         self.per_group = heads // groups
         self.kernel = config.delta_kernel
-        self.head_shard = 0
 
     def forward(
         self,
@@ -123,27 +61,21 @@ class DeltaCore(nn.Module):
         Returns:
             (B, T, G, R V).
         """
-        shard = self.head_shard if shard is None else shard
         groups = qkv.shape[2]
-
-        def own(x: Tensor) -> Tensor:
-            return x.unflatten(0, (-1, groups, x.shape[0] // self._groups))[shard]
-
-        qkv = F.silu(causal_convolution(qkv, own(self.conv).squeeze(-2), starts))
+        conv, a_log, dt_bias = (
+            self.own(x, groups, shard) for x in (self.conv, self.a_log, self.dt_bias)
+        )
+        qkv = F.silu(causal_convolution(qkv, conv.squeeze(-2), starts))
         sizes = [self.key_dim, self.key_dim, self.per_group * self.value_dim]
         q, k, v = qkv.split(sizes, dim=-1)
         wide = torch.promote_types(qkv.dtype, torch.float32)
         q, k = (_unit(x.to(wide)) for x in (q, k))
         q = q * self.key_dim**-0.5
-        g = -own(self.a_log).to(wide).exp() * F.softplus(a.to(wide) + own(self.dt_bias))
+        g = -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias)
         inputs = (q.to(v.dtype), k.to(v.dtype), v.unflatten(-1, (-1, self.value_dim)).flatten(2, 3))
         gates = (g.flatten(2), b.sigmoid().flatten(2))
         out = DELTA_KERNELS[self.kernel](*inputs, *gates, starts)
         return out.unflatten(2, (groups, -1)).flatten(3)
-
-    @property
-    def _groups(self) -> int:
-        return self.a_log.shape[0] // self.per_group
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -194,13 +194,18 @@ def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
     if not config.kv_lora_rank:
         fields["head_dim"] = config.head_size
     fields["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_size
+    if pattern := config.layer_pattern:
+        fields["layer_pattern"] = "".join(
+            pattern[layer % len(pattern)] for layer in range(config.n_layers)
+        )
     if config.full_attention_every > config.n_layers:
         fields["full_attention_every"] = 0
     if config.bias_speed:  # the model has a bias; its speed is a training setting
         fields["bias_speed"] = BIAS_SPEED
     idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
-    if config.positions == "rope":
+    if config.positions != "learned":
         del fields["max_seq_len"]
+    if config.positions == "rope":
         scaled = config.rope_scaling_factor > 1
         idle = [] if scaled else [name for name in idle if name not in ROPE_UNSCALED]
     defaults = DecoderConfig.model_fields
@@ -384,6 +389,23 @@ def optional_key(key: str, name: str, default: int = 0) -> KeyConverter:
         lambda given: {name: given.get(key, default) or 0},
         lambda config: {key: getattr(config, name) or None},
     )
+
+
+def expert_groups(groups: int, top: int) -> KeyConverter:
+    """Return the converter of groups of experts; `groups`, `top`: defaults in transformers.
+
+    Selection from all groups becomes n_groups = 1.
+    """
+
+    def read(given: Mapping[str, Any]) -> dict[str, Any]:
+        number, selected = given.get("n_group", groups), given.get("topk_group", top)
+        every = number == selected
+        return {"n_groups": 1 if every else number, "top_groups": 1 if every else selected}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {"n_group": config.n_groups, "topk_group": config.top_groups}
+
+    return KeyConverter(frozenset({"n_group", "topk_group"}), read, write)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

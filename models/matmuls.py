@@ -33,12 +33,10 @@ def layer_matmuls(model: DecoderConfig, kind: LayerKind) -> list[Matmul]:
     """Return the matmuls of a layer's forward."""
     d = model.dim
     found = [Matmul("merge", 2 * d, d, "none")] if kind.mtp else []
-    if kind.delta:
-        found += _gated_delta_net(model)
-    else:
-        found += _latent_attention(model) if model.kv_lora_rank else _attention(model)
+    if kind.mixer:
+        found += _MIXERS[kind.mixer](model)
     if not kind.experts:
-        return found + _feed_forward(model, "ffn", model.ffn_dim)
+        return found + (_feed_forward(model, "ffn", model.ffn_dim) if kind.ffn else [])
     found += _feed_forward(model, "experts", model.expert_dim)
     if model.n_shared_experts:
         found += _feed_forward(model, "shared", model.n_shared_experts * model.expert_dim)
@@ -48,6 +46,8 @@ def layer_matmuls(model: DecoderConfig, kind: LayerKind) -> list[Matmul]:
 
 
 def _attention(model: DecoderConfig) -> list[Matmul]:
+    if model.kv_lora_rank:
+        return _latent_attention(model)
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     found = [Matmul("wq", model.dim, q, "columns")]
     found += [Matmul(name, model.dim, kv, "columns") for name in ("wk", "wv")]
@@ -61,6 +61,17 @@ def _gated_delta_net(model: DecoderConfig) -> list[Matmul]:
     widths = {"w_a": heads, "w_b": heads, "w_qkv": model.delta_channels, "w_z": values}
     found = [Matmul(name, model.dim, width, "columns") for name, width in widths.items()]
     return [*found, Matmul("delta.wo", values, model.dim, "rows")]
+
+
+def _mamba(model: DecoderConfig) -> list[Matmul]:
+    inner = model.mamba_heads * model.mamba_head_dim
+    widths = {"w_z": inner, "w_xbc": model.mamba_channels, "w_dt": model.mamba_heads}
+    found = [Matmul(name, model.dim, width, "columns") for name, width in widths.items()]
+    return [*found, Matmul("mamba.wo", inner, model.dim, "rows")]
+
+
+_MIXERS = {"attention": _attention, "delta": _gated_delta_net, "mamba": _mamba}
+"""{LayerKind.mixer: function that lists its matmuls}."""
 
 
 def _latent_attention(model: DecoderConfig) -> list[Matmul]:

@@ -112,7 +112,7 @@ def _read_layers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_layers(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [_DELTA if delta else _FULL for delta in config.delta_layers]
+    kinds = [_DELTA if kind.recurrent else _FULL for kind in config.layer_kinds[: config.n_layers]]
     return {"layer_types": kinds, "full_attention_interval": config.full_attention_every}
 
 

@@ -57,9 +57,10 @@ def mtp_modules(config: DecoderConfig) -> tuple[str, ...]:
     return ("mtp_embed", *(f"blocks.{layer}" for layer in layers))
 
 
-def delta_cores(config: DecoderConfig) -> str:
-    """Return the pattern of the recurrent modules of gated delta nets; empty: there are none."""
-    return "blocks.*.delta.core" if config.delta_key_heads else ""
+def recurrent_cores(config: DecoderConfig) -> str:
+    """Return the pattern of the recurrent modules, of one kind; empty: there are none."""
+    kinds = {kind.mixer for kind in config.layer_kinds if kind.recurrent}
+    return next((f"blocks.*.{kind}.core" for kind in kinds), "")
 
 
 def decoder_units(config: DecoderConfig) -> tuple[Unit, ...]:
@@ -101,7 +102,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn.sinks": heads(),
         "blocks.*.attn.drop": heads(dim=1),
         "blocks.*.attn.wo": rowwise(output=between),
-        **(_delta_rows(between) if config.delta_key_heads else {}),
+        **_recurrent_rows(config, between),
         "blocks.*.attn_drop": keyed,
         "blocks.*.ffn_norm": tokenwise,
         **_feed_forward_rows(config, between),
@@ -119,6 +120,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "embed_norm": not config.post_norm,
         "transform.dense": not config.post_norm,
         "blocks.*.attn.sinks": not config.sinks,
+        "blocks.*.ffn_norm": not any(kind.ffn for kind in config.layer_kinds),
         "blocks.*.*_post_norm": not config.sandwich_norms,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
@@ -135,18 +137,21 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
     }
 
 
-def _delta_rows(between: Placement) -> dict[str, Row]:
-    """Return the tp placements of a gated delta net, which splits between key heads.
+def _recurrent_rows(config: DecoderConfig, between: Placement) -> dict[str, Row]:
+    """Return the tp placements of recurrent layers, which split between groups of heads.
 
     The parameters of convolution and decay are small and replicated; each rank uses the part of its
     heads.
     """
+    if not (core := recurrent_cores(config)):
+        return {}
+    layer = core.removesuffix(".core")
     return {
-        "blocks.*.delta": prepare_input(between),
-        "blocks.*.delta.w_*": colwise(),
-        "blocks.*.delta.core": heads(),
-        "blocks.*.delta.gated_norm": heads(),
-        "blocks.*.delta.wo": rowwise(output=between),
+        layer: prepare_input(between),
+        f"{layer}.w_*": colwise(),
+        core: heads(),
+        f"{layer}.gated_norm": heads(),
+        f"{layer}.wo": rowwise(output=between),
     }
 
 
@@ -177,12 +182,12 @@ def _neurons(prefix: str, config: DecoderConfig, between: Placement) -> dict[str
 
 
 def _feed_forward_rows(config: DecoderConfig, between: Placement) -> dict[str, Row]:
-    if not config.n_experts:
-        return {"blocks.*.ffn": prepare_input(between), **_neurons("blocks.*.ffn", config, between)}
-    if not config.n_dense_layers:
+    dense = [i for i, kind in enumerate(config.layer_kinds) if kind.ffn == "dense"]
+    if not dense:
         return {}
-    dense = {f"blocks.{i}.ffn": prepare_input(between) for i in range(config.n_dense_layers)}
-    return {**dense, **_neurons("blocks.*.ffn", config, between)}
+    layers = dense if config.n_experts else ["*"]
+    inputs = {f"blocks.{i}.ffn": prepare_input(between) for i in layers}
+    return {**inputs, **_neurons("blocks.*.ffn", config, between)}
 
 
 def _expert_rows(
@@ -243,7 +248,7 @@ class ModelSpec:
     """Modules of multi-token prediction, on the last pipeline stage."""
     cores: str = "blocks.*.attn.core"
     """Attention modules; context parallelism replaces their forward."""
-    delta_cores: Callable[[DecoderConfig], str] = delta_cores
+    recurrent_cores: Callable[[DecoderConfig], str] = recurrent_cores
     """Pattern of the recurrent modules, whose forward context parallelism replaces too; empty:
     none."""
     feed_forward: str = "blocks.*.ffn"
@@ -256,6 +261,7 @@ class ModelSpec:
         "blocks.*.ffn.router",
         "blocks.*.ffn.shared_gate",
         "blocks.*.delta.w_[ab]",
+        "blocks.*.mamba.w_dt",
     )
     """Modules of layers whose matrices Muon leaves to AdamW, as embedding and head."""
 

@@ -39,11 +39,12 @@ ATTENTION = (
     "dtron.context_attention.default",
     "dtron.attention.default",
     "dtron.gated_delta_rule.default",
+    "dtron.state_space.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",
 )
-"""Attention operators; their backward needs their output and log-sum-exp. The delta rule's needs
-its inputs only, but its forward takes as long as attention."""
+"""Attention operators; their backward needs their output and log-sum-exp. That of
+recurrences needs their inputs only, but their forward takes as long as attention."""
 
 PRODUCTS = (
     "aten.mm.default",

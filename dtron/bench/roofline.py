@@ -26,7 +26,6 @@ from dtron.bench.measure import copy_rate, device_name, seconds
 from dtron.config import RunConfig
 from dtron.models import BACKENDS, DecoderConfig, model_config
 from dtron.models.attention import modifies_scores
-from dtron.models.config import LayerKind
 from dtron.models.matmuls import layer_matmuls
 from dtron.parallelisms.fsdp.sharding import DTYPES
 
@@ -61,10 +60,12 @@ def matmuls(config: RunConfig, model: DecoderConfig, ranks: int) -> list[StepMat
     micro_batches = config.micro_batches(ranks)
     tokens = train.micro_batch * train.seq_len // parallel.cp
     counts = Counter(
-        (tokens, *each.sharded(parallel.tp)) for each in layer_matmuls(model, LayerKind())
+        (tokens, *each.sharded(parallel.tp))
+        for kind in model.layer_kinds
+        for each in layer_matmuls(model, kind)
     )
-    layers = model.n_layers * micro_batches / parallel.pp
-    found = [StepMatmul(*shape, count * layers) for shape, count in counts.items()]
+    times = micro_batches / parallel.pp
+    found = [StepMatmul(*shape, count * times) for shape, count in counts.items()]
     chunk = -(-tokens // train.loss_chunks)
     vocabulary = -(-model.vocab_size // parallel.tp)
     heads = train.loss_chunks * micro_batches / parallel.pp

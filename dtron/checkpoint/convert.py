@@ -349,7 +349,7 @@ def to_hf_folder(
     _check_effect(name, initial.name, checkpoint)
     seq_len = metadata.settings.get("train.seq_len", 1)
     config = initial.config
-    if config.positions == "rope":
+    if config.positions != "learned":
         config = config.model_copy(update={"max_seq_len": max(config.max_seq_len, seq_len)})
     with torch.device("meta"):
         model = build_model(initial.name, config, BACKENDS["math"])

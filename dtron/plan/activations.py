@@ -1,7 +1,7 @@
 """Compute the bytes that layers keep for their backward: apply a run's layout, recomputation and
 float8 (`float8_inputs.py`) to the tables of `saved_tensors.py`."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dtron.lora.dora import MAGNITUDE
@@ -124,11 +124,12 @@ def _float8_block(run: Resolved, layer: int, chosen: Float8Plan) -> Float8Block:
     )
 
 
-def _kept_rows(run: Resolved, rows: Iterable[SavedTensor], mode: str) -> list[SavedTensor]:
+def _kept_rows(run: Resolved, rows: Sequence[SavedTensor], mode: str) -> list[SavedTensor]:
     selective, modules = mode == SELECTIVE, run.config.recompute.modules
     pulls, overlapped = selective and pulls_rows(run), selective and run.config.parallel.async_tp
     compiled = run.config.compile.enable
     of_compiler, chained = (None, not compiled), compiled and run.tp == 1 and not selective
+    chained = chained and any(row.module == "ffn_norm" for row in rows)  # not in the last module
 
     def stays(row: SavedTensor) -> bool:
         if modules and not of_modules(row, modules, chained):
@@ -255,7 +256,7 @@ def context_gradients(run: Resolved, layer: int) -> float:
     results before they are added. `dtron.plan.memory` counts the keys and values themselves.
     """
     cp = run.degrees["cp"]
-    if cp == 1 or run.kind(layer) == "delta":
+    if cp == 1 or run.kind(layer).mixer != "attention":
         return 0.0
     shape, model, e = run.context(layer), run.model, run.element
     q = model.n_heads * model.head_size // run.tp

@@ -12,6 +12,7 @@ from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
 from dtron.lora.adapters import FACTORS
 from dtron.lora.dora import MAGNITUDE
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.parallelisms.expert.hierarchical import room_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations, muon
@@ -176,21 +177,19 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     def made(kind: str, width: float, count: float) -> Collective:
         return Collective("tp", kind, width * token, count * m, "tp", ranks, inside)
 
-    def both(
-        widths_in: list[int], widths_out: list[int], layers: Sequence[int], again: int
-    ) -> Iterator[Collective]:
+    def both(kind: LayerKind, layers: Sequence[int], again: int) -> Iterator[Collective]:
         """Yield the collectives that gather inputs and reduce outputs in forward and backward.
 
         Those of the backward mirror those of the forward. `again`: number of layers whose backward
         recomputes all matmuls except the last, whose result no gradient needs.
         """
         times = len(layers)
-        size_in, size_out = (_share_gathered(run, layers, names) for names in _ENDS)
-        repeated = widths_out[:1]  # attention's output
+        widths_in, widths_out = _widths(run, kind)
+        size_in, size_out = (_share_gathered(run, layers, names) for names in _ends(kind))
+        # Attention's output; with experts, which are combined after them, also shared experts'.
+        repeated = widths_out if kind.experts else widths_out[:1] if kind.mixer and kind.ffn else []
         if not split:
-            yield made(
-                "all_reduce", model.dim, times * (len(widths_out) + 2) + again * len(repeated)
-            )
+            yield made("all_reduce", model.dim, times * 2 * len(widths_out) + again * len(repeated))
             return
         chunks = run.ffn_chunks(layers[0])  # the last input and output are the feed-forward's
         again_in_chunks = _again_in_chunks(run, again)
@@ -210,21 +209,19 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     yield from _shared_heads(run, stage, domain)
     for kind, size, count in _adapters(run, stage, repeats):
         yield Collective("tp", kind, size, count * m, "tp", ranks, inside)
-    for mixture in (False, True):
-        layers = [i for i in stage.layers if run.kind(i).experts == mixture]
-        again = sum(run.recomputes_whole(i) for i in layers) * repeats
-        if layers:
-            yield from both(*_widths(run, mixture), layers, again)
-    kind, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
+    for kind in dict.fromkeys(run.kind(i) for i in stage.layers):
+        layers = [i for i in stage.layers if run.kind(i) == kind]
+        yield from both(kind, layers, sum(run.recomputes_whole(i) for i in layers) * repeats)
+    name, other = ("reduce_scatter", "all_gather") if split else ("all_reduce", "")
     if stage.embedding:
-        yield made(kind, model.dim, 1)
+        yield made(name, model.dim, 1)
         trained = not run.frozen  # a frozen embedding needs no gradient of its output
         yield made(other, model.dim, 1 if other and trained else 0)
     if stage.head:
         predictions = 1 + model.mtp  # the head takes those of all at once
-        yield made(kind, model.dim * predictions, 1)
+        yield made(name, model.dim * predictions, 1)
         yield made(other, model.dim * predictions, 1 if other else 0)
-        yield made(kind, model.dim * model.mtp, 1)  # embeddings for MTP
+        yield made(name, model.dim * model.mtp, 1)  # embeddings for MTP
         yield made(other, model.dim * model.mtp, 1 if other and not run.frozen else 0)
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
@@ -274,7 +271,7 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
     ranks = run.tp // n_heads
     axis = "tp" if n_heads == 1 else "tp_inner"
     size = float(run.model.head_size * run.tokens * run.element)
-    layers = [i for i in stage.layers if not run.kind(i).delta]
+    layers = [i for i in stage.layers if run.kind(i).mixer == "attention"]
     again = sum(run.recomputes(i, "attn") for i in layers)
     for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
         count = 2 * (len(layers) + times) * run.micro_batches
@@ -305,9 +302,12 @@ def _adapters(run: Resolved, stage: Stage, repeats: bool) -> Iterator[tuple[str,
                 yield back, narrow, 1
 
 
-_ENDS = (("attn", "ffn"), ("attn.wo", "ffn.down"))
-"""Modules of a block that gather over tp: (modules that gather their input, modules that gather the
-gradient of their output)."""
+def _ends(kind: LayerKind) -> tuple[list[str], list[str]]:
+    """Return the modules of a block that gather over tp: (modules that gather their input, modules
+    that gather the gradient of their output)."""
+    mixer = kind.mixer.replace("attention", "attn")
+    inward, outward = ([mixer], [f"{mixer}.wo"]) if mixer else ([], [])
+    return ([*inward, "ffn"], [*outward, "ffn.down"]) if kind.ffn else (inward, outward)
 
 
 def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) -> float:
@@ -320,16 +320,16 @@ def _share_gathered(run: Resolved, layers: Sequence[int], names: Sequence[str]) 
     return sum(1 / run.element if one else 1.0 for one in found) / len(found)
 
 
-def _widths(run: Resolved, mixture: bool) -> tuple[list[int], list[int]]:
+def _widths(run: Resolved, kind: LayerKind) -> tuple[list[int], list[int]]:
     """Return (gathered, reduced): elements per token of each collective over tp.
 
     Only collectives in a layer's forward count.
     """
     model = run.model
-    inward, outward = [model.dim], [model.dim]
-    if model.kv_lora_rank:
+    inward, outward = ([model.dim], [model.dim]) if kind.mixer else ([], [])
+    if kind.mixer and model.kv_lora_rank:
         inward = [model.q_lora_rank or model.dim, model.kv_lora_rank, model.rope_head_dim]
-    if not mixture or model.n_shared_experts:
+    if kind.ffn == "dense" or (kind.experts and model.n_shared_experts):
         return [*inward, model.dim], [*outward, model.dim]
     return inward, outward
 
@@ -346,10 +346,9 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
     q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
     for layer in stage.layers:
-        if run.kind(layer).delta:
-            again, values = int(run.recomputes(layer, "delta")), model.delta_value_heads
-            outputs = values * model.delta_value_dim
-            for width in (model.delta_channels + 2 * values, outputs):
+        if (mixer := run.kind(layer).mixer) != "attention":
+            again = int(run.recomputes(layer, mixer))
+            for width in _exchanged(model, mixer):
                 size = float(width // run.tp * run.tokens * run.element)
                 yield Collective("cp", "all_to_all", size, (2 + again) * m, "cp", ranks, inside)
             continue
@@ -379,6 +378,15 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
             yield Collective("cp", "all_gather", size, (times + 1) * m, "cp", ranks, inside)
             size = float(kv * 4 * cp)
             yield Collective("cp", "reduce_scatter", size, m, "cp", ranks, inside)
+
+
+def _exchanged(model: DecoderConfig, mixer: str) -> tuple[int, ...]:
+    """Return the elements per token of inputs and outputs of a recurrent layer's states."""
+    if mixer == "delta":
+        heads, outputs = model.delta_value_heads, model.delta_value_heads * model.delta_value_dim
+        return model.delta_channels + 2 * heads, outputs
+    heads, outputs = model.mamba_heads, model.mamba_heads * model.mamba_head_dim
+    return (model.mamba_channels + heads, outputs) if mixer else ()
 
 
 def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:

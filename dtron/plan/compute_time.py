@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtron.models.config import LayerKind
-from dtron.models.flops import delta_flops
+from dtron.models.flops import state_flops
 from dtron.models.matmuls import layer_matmuls
 from dtron.models.vision import CHANNELS
 from dtron.plan import activations
@@ -127,10 +127,10 @@ def attention_flops(run: Resolved, layer: int) -> float:
 
     With a causal mask these are the FLOPs over half of the scores.
 
-    For a gated delta net these are the FLOPs in its states.
+    For a recurrent layer these are the FLOPs in its states.
     """
-    if run.kind(layer).delta:
-        return delta_flops(run.model) * run.tokens / run.tp
+    if (kind := run.kind(layer)).mixer != "attention":
+        return state_flops(run.model, kind) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length * (1 if model.causal else 2)
@@ -178,12 +178,7 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
     """Return the seconds of a layer's computation per micro-batch, without communication."""
     listed = matmuls(run, run.kind(index))
     mode, casts = run.config.recompute.mode, cast_seconds(run, listed, hardware)
-    flops, widths = attention_flops(run, index), (run.model.head_size, value_width(run))
-    module = "delta" if run.kind(index).delta else "attn"
-    if module == "delta":
-        widths = run.model.delta_key_dim, run.model.delta_value_dim
-    forward = hardware.attend(flops, False, *widths)
-    attention = Seconds(forward, hardware.attend(2 * flops, True, *widths), 0.0)
+    attention = _attention(run, index, hardware)
     compiled = run.config.compile.enable
     passes, ahead = (PASSES, FORWARD) if compiled else (EAGER_PASSES, EAGER_FORWARD)
     moved = passes * activations.written(run, index) / hardware.copy
@@ -198,11 +193,26 @@ def layer(run: Resolved, index: int, hardware: Hardware) -> Work:
             repeats = _kinds(once_more, hardware)
             parts.append({kind: Seconds(0.0, each.forward, 0.0) for kind, each in repeats.items()})
         parts.append({"copy": Seconds(0.0, again, 0.0)})
-        if mode == "full" and run.recomputes(index, module):
-            parts.append({"attention": Seconds(0.0, forward, 0.0)})
+        mixer = run.kind(index).mixer.replace("attention", "attn")
+        if mode == "full" and run.recomputes(index, mixer):
+            parts.append({"attention": Seconds(0.0, attention.forward, 0.0)})
     if run.ffn_chunks(index) > 1:
         parts += _again_in_chunks(run, index, hardware, moved * ahead)
     return together(*parts)
+
+
+def _attention(run: Resolved, index: int, hardware: Hardware) -> Seconds:
+    """Return the seconds of a layer's attention, or of its recurrent states."""
+    model, mixer, flops = run.model, run.kind(index).mixer, attention_flops(run, index)
+    widths = {
+        "attention": (model.head_size, value_width(run)),
+        "delta": (model.delta_key_dim, model.delta_value_dim),
+        "mamba": (model.mamba_state_dim, model.mamba_head_dim),
+    }
+    if not mixer:
+        return Seconds(0.0, 0.0, 0.0)
+    forward = hardware.attend(flops, False, *widths[mixer])
+    return Seconds(forward, hardware.attend(2 * flops, True, *widths[mixer]), 0.0)
 
 
 def _again_in_chunks(
@@ -239,6 +249,7 @@ def _kinds(listed: list[ShardedMatmul], hardware: Hardware) -> Work:
 
 _MATMULS = {
     "delta": frozenset(("w_qkv", "w_z", "w_a", "w_b", "delta.wo")),
+    "mamba": frozenset(("w_z", "w_xbc", "w_dt", "mamba.wo")),
     "attn": frozenset(("wq", "wk", "wv", "wg", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")),
     "ffn": frozenset(("ffn",)),
     "ffn.experts": frozenset(("experts",)),
@@ -247,15 +258,20 @@ _MATMULS = {
 """Names of matmuls (`ShardedMatmul.module`) in each module that `recompute.modules` may list."""
 
 
+def _output(kind: LayerKind) -> str:
+    """Return the name of the last matmul of what mixes tokens."""
+    return "wo" if kind.mixer == "attention" else f"{kind.mixer}.wo"
+
+
 def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     """List the matmuls that a layer's backward recomputes in a mode that keeps no matmul result.
 
-    The last matmul of a feed-forward or shared expert may be omitted: its result is only added to
-    the layer's output, so no gradient reads it. (Gradients of combine weights read the results of
-    experts, and those of post-norms their inputs.) A compiled block whose backward graph contains
-    the recomputation omits it. Eager recomputation stops at the last tensor that autograd needs, so
-    it omits this matmul only if it is the layer's last. In mode `full`, a compiled block repeats
-    its whole forward.
+    The last matmul of a feed-forward or shared expert, or of a layer without these, may be omitted:
+    its result is only added to the layer's output, so no gradient reads it. (Gradients of combine
+    weights read the results of experts, and those of post-norms their inputs.) A compiled block
+    whose backward graph contains the recomputation omits it. Eager recomputation stops at the last
+    tensor that autograd needs, so it omits this matmul only if it is the layer's last. In mode
+    `full`, a compiled block repeats its whole forward.
     """
     kind, options = run.kind(index), run.config
     listed = matmuls(run, kind)
@@ -263,9 +279,10 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         # A module's output, from its last matmul, is kept. Attention's input has the same size as
         # its output: a compiler that has to keep one of them keeps the input. So it is with a
         # feed-forward layer whose output a post-norm reads.
-        chained = options.compile.enable and run.tp == 1
+        chained = options.compile.enable and run.tp == 1 and bool(kind.ffn)
         inside = {n: [p for p in listed if p.module in _MATMULS.get(n, ())] for n in modules}
-        equal = ("attn", "delta", "ffn") if run.model.sandwich_norms else ("attn", "delta")
+        mixers = ("attn", "delta", "mamba")
+        equal = (*mixers, "ffn") if run.model.sandwich_norms else mixers
         whole = {name for name in modules if name in equal and chained}
         return [p for n, own in inside.items() for p in (own if n in whole else own[:-1])]
     if run.ffn_chunks(index) > 1:
@@ -274,7 +291,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
         return [p for p in listed if p.module != "ffn"] if once else listed
     mixture = kind.experts
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
-    name = "shared" if mixture else "ffn"
+    name = "shared" if mixture else "ffn" if kind.ffn else _output(kind)
     places = [place for place, p in enumerate(listed) if p.module == name]
     if whole or not places or run.model.sandwich_norms:
         return listed

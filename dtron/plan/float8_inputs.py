@@ -13,11 +13,13 @@ from dtron.plan.saved_tensors import NONE, SavedTensor
 _READERS: dict[tuple[str, bool], tuple[str, ...]] = {
     ("attn_norm", True): ("attn.wq", "attn.wk", "attn.wv", "attn.wg", "attn.wq_a", "attn.wkv_a"),
     ("delta_norm", True): ("delta.w_qkv", "delta.w_z", "delta.w_a", "delta.w_b"),
+    ("mamba_norm", True): ("mamba.w_z", "mamba.w_xbc", "mamba.w_dt"),
     ("q_a_norm", True): ("attn.wq_b",),
     ("kv_a_norm", True): ("attn.wkv_b",),
     ("attention", False): ("attn.wo",),
     ("wg", False): ("attn.wo",),
     ("delta", False): ("delta.wo",),
+    ("mamba", False): ("mamba.wo",),
     ("ffn_norm", True): ("ffn.gate", "ffn.up"),
     ("ffn", False): ("ffn.down",),
     ("shared", True): ("ffn.shared.gate", "ffn.shared.up"),

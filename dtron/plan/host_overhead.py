@@ -24,8 +24,8 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
+from dtron.models.chunks import CHUNK
 from dtron.models.config import LayerKind
-from dtron.models.delta_rule import CHUNK
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import in_chunks, matmuls, repeated
@@ -42,8 +42,8 @@ ROUTED = (32, 18)
 sizes, matmuls of experts."""
 KERNELS = (3, 6)
 """Kernels of a graph per matmul, including the matmul, in (forward, backward)."""
-SCAN = (6, 15)
-"""Eager operations per chunk of a gated delta net's scan over the sequence in (forward, backward,
+SCAN = {"delta": (6, 15), "mamba": (3, 6)}
+"""Eager operations per chunk of a recurrent layer's scan over the sequence in (forward, backward,
 which scans twice)."""
 ROUTING = 39
 """Kernels of a router's forward: scores, choice, loads, order of token copies."""
@@ -116,9 +116,9 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
         kernels += (chunks - 1) * first * (forwards * KERNELS[0] + KERNELS[1])
         kernels += chunks * KERNELS[0] * len(in_chunks(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
-    if run.kind(layer).delta and run.model.delta_kernel == "torch":
-        chunks = -(-run.config.train.seq_len // CHUNK)
-        found["operation"] += chunks * ((2 if again else 1) * SCAN[0] + SCAN[1])
+    if run.kind(layer).recurrent and run.model.delta_kernel == "torch":
+        chunks, scan = -(-run.config.train.seq_len // CHUNK), SCAN[run.kind(layer).mixer]
+        found["operation"] += chunks * ((2 if again else 1) * scan[0] + scan[1])
     if leaves:
         found["operation"] += forwards * ROUTED[0] + ROUTED[1]
         found["counts"] = forwards

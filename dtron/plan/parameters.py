@@ -175,6 +175,9 @@ def parts(
 
 def _smallest(model: DecoderConfig) -> DecoderConfig:
     """Return a config with few layers, but at least one of each kind."""
+    if model.layer_pattern:
+        kinds = "".join(dict.fromkeys((model.layer_pattern * model.n_layers)[: model.n_layers]))
+        return model.model_copy(update={"n_layers": len(kinds), "layer_pattern": kinds})
     period = 2 if model.delta_key_heads else 1
     dense, mixture = min(model.n_dense_layers, period), min(model.n_expert_layers, period)
     first = dense if model.n_experts else 0

@@ -336,7 +336,7 @@ class Resolved(Candidate):
 
     def ffn_chunks(self, layer: int) -> int:
         """Return the number of chunks of a layer's feed-forward (`recompute.ffn_chunks`)."""
-        return 1 if self.kind(layer).experts else self.config.recompute.ffn_chunks
+        return self.config.recompute.ffn_chunks if self.kind(layer).ffn == "dense" else 1
 
     def flops(self) -> dict[str, float]:
         """Return FLOPs per token, by how attention is counted: full or causal.

@@ -67,19 +67,20 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
         padded: whether latent attention's values are padded to the width of keys, as context
             parallelism and some kernels need.
     """
-    first = "delta_norm" if kind.delta else "attn_norm"
-    rows = [SavedTensor("input", model.dim, "tokens", ALL), *_norm_rows(model, first)]
-    rows += _merge(model) if kind.mtp else []
-    if kind.delta:
-        rows += _gated_delta_net(model)
-    else:
-        rows += _latent(model, padded) if model.kv_lora_rank else _attention(model)
-    # Selective recomputation keeps the matmul's result, a partial sum for all tokens, and reduces
-    # it again.
-    rows += [
-        SavedTensor("wo", model.dim, "tokens"),
-        SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
-    ]
+    rows = [SavedTensor("input", model.dim, "tokens", ALL)]
+    if kind.mixer:
+        rows += _norm_rows(model, f"{kind.mixer.replace('attention', 'attn')}_norm")
+        rows += _merge(model) if kind.mtp else []
+        rows += _mixer(model, kind, padded)
+    if not kind.ffn:
+        return tuple(rows)
+    if kind.mixer:
+        # Selective recomputation keeps the matmul's result, a partial sum for all tokens, and
+        # reduces it again.
+        rows += [
+            SavedTensor("wo", model.dim, "tokens"),
+            SavedTensor("wo", model.dim, "none", (SELECTIVE,)),
+        ]
     if model.sandwich_norms:  # "wo" above is its input, from which compiled blocks compute the sum
         rows += _statistics(model, "wo", 1, "tokens")
         rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
@@ -92,6 +93,15 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
             SavedTensor("ffn_post_norm", model.dim, "none", (SELECTIVE,)),
         ]
     return tuple(rows)
+
+
+def _mixer(model: DecoderConfig, kind: LayerKind, padded: bool) -> list[SavedTensor]:
+    """Return the tensors of what mixes tokens, up to the input of wo."""
+    if kind.mixer == "delta":
+        return _gated_delta_net(model)
+    if kind.mixer == "mamba":
+        return _mamba(model)
+    return _latent(model, padded) if model.kv_lora_rank else _attention(model)
 
 
 def _merge(model: DecoderConfig) -> list[SavedTensor]:
@@ -179,6 +189,26 @@ def _gated_delta_net(model: DecoderConfig) -> list[SavedTensor]:
         SavedTensor("w_z", values, "neurons", PRODUCT),
         SavedTensor("delta", heads, "neurons", wide=True),
         SavedTensor("delta", values, "neurons", read=True),
+    ]
+
+
+def _mamba(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the tensors of Mamba-2.
+
+    These are results of its matmuls, of the convolution, the operator's inputs (x, dt, g, b and c)
+    and output, and the input of wo.
+    """
+    heads, channels = model.mamba_heads, model.mamba_channels
+    inner = heads * model.mamba_head_dim
+    return [
+        SavedTensor("w_dt", heads, "neurons", PRODUCT),
+        SavedTensor("w_xbc", channels, "neurons", PRODUCT),
+        *[SavedTensor("mamba", channels, "neurons")] * 2,
+        *[SavedTensor("mamba", heads, "neurons", wide=True)] * 2,
+        SavedTensor("mamba", inner, "neurons", (NONE, SELECTIVE, ATTENTION)),
+        SavedTensor("w_z", inner, "neurons", PRODUCT),
+        SavedTensor("mamba", model.mamba_groups, "neurons", wide=True),
+        SavedTensor("mamba", inner, "neurons", read=True),
     ]
 
 
@@ -282,7 +312,11 @@ def _gated_output(model: DecoderConfig) -> list[SavedTensor]:
 IN_CHUNKS = ("ffn_norm", "ffn")
 """Modules of the rows that `recompute.ffn_chunks` recomputes, chunk by chunk."""
 
-_DELTA = {"w_qkv", "w_z", "w_a", "w_b", "delta"}
+_RECURRENT = {
+    "delta": {"w_qkv", "w_z", "w_a", "w_b", "delta"},
+    "mamba": {"w_xbc", "w_z", "w_dt", "mamba"},
+}
+"""{name of a recurrent module: modules of its rows}."""
 _ATTENTION = {
     *("wq", "wk", "wv", "wg", "q_norm", "k_norm", "attention"),
     *("wq_a", "q_a_norm", "wkv_a", "kv_a_norm", "wkv_b", "k", "v"),
@@ -296,19 +330,21 @@ def of_modules(row: SavedTensor, names: Collection[str], chained: bool) -> bool:
     compiled ones.
 
     Args:
-        chained: whether attention is compiled and keeps no matmul result. Its backward then also
-            recomputes the output of the norm before it, and that of a feed-forward layer the input
-            of the post-norm after it.
+        chained: whether attention is compiled, keeps no matmul result, and is not all that the
+            block has. Its backward then also recomputes the output of the norm before it, and that
+            of a feed-forward layer the input of the post-norm after it.
     """
     if row.module == "ffn_post_norm":
         return "ffn" in names and chained and row.width > 1
     if row.module == "attn_norm":
         return "attn" in names and chained and row.read
-    if row.module == "delta_norm":
-        return "delta" in names and chained and row.read
+    for name, own in _RECURRENT.items():
+        if row.module == f"{name}_norm":
+            return name in names and chained and row.read
+        if row.module in own and name in names:
+            return True
     return (
-        (row.module in _DELTA and "delta" in names)
-        or (row.module in _ATTENTION and "attn" in names)
+        (row.module in _ATTENTION and "attn" in names)
         or (row.module == "ffn" and "ffn" in names)
         or (row.module == "shared" and row.split == "neurons" and "ffn.shared" in names)
         or (row.module == "experts" and row.split == "columns" and "ffn.experts" in names)

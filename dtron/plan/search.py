@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, counted
-from dtron.models.config import DecoderConfig, LayerKind
+from dtron.models.config import DecoderConfig
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
@@ -493,10 +493,9 @@ def _least_bytes(
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
     state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
     mode = choice["mode"]
-    experts, deltas = model.n_experts > 0, {False, model.delta_key_heads > 0}
-    kinds = [LayerKind(delta, experts) for delta in deltas]
     tables = [
-        [r for r in block(model, kind) if mode in r.modes and r.eager is not True] for kind in kinds
+        [r for r in block(model, kind) if mode in r.modes and r.eager is not True]
+        for kind in set(model.layer_kinds)
     ]
     width = min(sum(r.width * (4 if r.wide else 2) for r in rows) for rows in tables) / tp
     tokens = choice["micro"] * config.train.seq_len / cp

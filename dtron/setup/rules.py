@@ -227,11 +227,18 @@ def _multiple(n: int, of: int) -> str:
     return f"a multiple of {of} such as {n // of * of or of}"
 
 
+_GROUPS = {
+    "delta_key_heads": "key heads of gated delta nets",
+    "mamba_groups": "groups of Mamba-2 layers",
+}
+"""{field: what it counts}: groups of heads of recurrent layers, which tp and cp split."""
+
+
 def _undivided(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each of tp, ep and etp that does not divide a size of the model."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
-    heads |= {"delta_key_heads": model.delta_key_heads} if model.delta_key_heads else {}
+    heads |= {key: getattr(model, key) for key in _GROUPS if getattr(model, key)}
     if model.vision_layers and parallel.encoder_tp > 1:
         heads |= {"vision_heads": model.vision_heads, "vision_ffn_dim": model.vision_ffn_dim}
         heads |= {"dim": model.dim}
@@ -379,7 +386,8 @@ def _unknown_modules(run: ModelCandidate) -> Iterator[str]:
     if recompute.mode == "attention" and recompute.modules and "attn" not in recompute.modules:
         yield 'recompute.mode = "attention" needs attn in recompute.modules; add it, or use "full"'
     known = {
-        **{"attn": True, "ffn": model.n_dense_layers > 0, "delta": model.delta_key_heads > 0},
+        **{"attn": True, "ffn": model.n_dense_layers > 0},
+        **{name: model.n_layers_of(name) > 0 for name in ("delta", "mamba")},
         **{"ffn.experts": model.n_experts > 0, "ffn.shared": model.n_shared_experts > 0},
     }
     names = [name for name, has in known.items() if has]
@@ -396,12 +404,13 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
     parallel, model, tp = run.parallel, run.model, run.parallel.tp
     if parallel.cp == 1 or any(_undivided(run)):
         return
-    if (groups := model.delta_key_heads // tp) % parallel.cp:
-        legal = [n for n in range(1, groups + 1) if groups % n == 0]
-        yield (
-            f"parallel.cp = {parallel.cp} does not divide the {groups} key heads of gated delta "
-            f"nets on each rank; use {', '.join(map(str, legal))}"
-        )
+    for key, what in _GROUPS.items():
+        if (groups := getattr(model, key) // tp) % parallel.cp:
+            legal = [n for n in range(1, groups + 1) if groups % n == 0]
+            yield (
+                f"parallel.cp = {parallel.cp} does not divide the {groups} {what} on each rank; "
+                f"use {', '.join(map(str, legal))}"
+            )
     heads, shared = model.n_heads // tp, model.local_kv_heads(tp)
     legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
     for method in dict.fromkeys(parallel.cp_methods()):
@@ -572,9 +581,11 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "parallel.cp_method model.override",
         lambda c: (
-            c.parallel.cp == 1 or not c.model.delta_key_heads or len(c.parallel.cp_methods()) == 1
+            c.parallel.cp == 1
+            or not c.model.has_recurrent_layers
+            or len(c.parallel.cp_methods()) == 1
         ),
-        "parallel.cp_method has one entry per layer, but the model's gated delta nets have no "
+        "parallel.cp_method has one entry per layer, but the model's recurrent layers have no "
         "method; give one for all layers",
     ),
     Rule(

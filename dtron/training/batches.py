@@ -34,7 +34,7 @@ class RankTokens:
         documents = self.model.attention.described(local.documents)
         config = self.model.config
         if not config.n_experts:  # the forward of a model without routers may lack both
-            order = local.order if config.delta_key_heads else None
+            order = local.order if config.has_recurrent_layers else None
             local = replace(local, pieces=None, order=order)
         if config.vision_layers:
             local = local.with_images(config.vision_image_size)

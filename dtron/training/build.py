@@ -59,7 +59,7 @@ class ModelBuilder:
     def context(self) -> Context | None:
         """Settings of context-parallel attention; None with cp = 1."""
         spec, model = model_spec(self.config.model.name), self.setup.config
-        kernel, recurrent = self.setup.attention.kernel, spec.delta_cores(model)
+        kernel, recurrent = self.setup.attention.kernel, spec.recurrent_cores(model)
         scoring = model.window, model.softcap
         return Context.of(
             self.config.parallel, spec.cores, kernel, *scoring, recurrent, model.causal

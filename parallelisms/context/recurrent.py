@@ -1,12 +1,13 @@
 """Context parallelism of recurrent layers: whole sequences of some heads instead of some tokens.
 
-A recurrence over tokens, such as a gated delta net, has no blocks of keys to send around. But its
-heads are independent. So an all-to-all over all cp ranks exchanges this rank's tokens of all heads
-for all tokens of its shard of the heads, in the order of the sequence; the module then computes as
-with cp = 1, and a second all-to-all returns its outputs. Any distribution of the tokens over ranks
-is possible, and documents need no tables.
+A recurrence over tokens, such as a gated delta net or Mamba-2, has no blocks of keys to send
+around. But its heads are independent, or groups of heads, which share inputs. So an all-to-all over
+all cp ranks exchanges this rank's tokens of all groups for all tokens of its shard of the groups,
+in the order of the sequence; the module then computes as with cp = 1, and a second all-to-all
+returns its outputs. Any distribution of the tokens over ranks is possible, and documents need no
+tables.
 
-Legend: B sequences, T tokens, t = T / cp on a rank, n = cp ranks, G heads on a rank.
+Legend: B sequences, T tokens, t = T / cp on a rank, n = cp ranks, G heads or groups on a rank.
 Source: Ulysses, arXiv:2309.14509; Megatron-Core does the same for Mamba and gated delta nets.
 """
 
@@ -25,8 +26,8 @@ from dtron.parallelisms.context.all_to_all import exchange_heads, to_tokens
 class RecurrentContext:
     """Forward of a recurrent module over sequences that are sharded over cp ranks.
 
-    The module's forward takes (x (B, T, G, .), a (B, T, G, .), b (B, T, G, .), starts, order,
-    shard), as `DeltaCore` of `models/gated_delta_net.py` does.
+    The module's forward takes (inputs (B, T, G, .), ..., starts, order, shard), as `DeltaCore` of
+    `models/gated_delta_net.py` does.
     """
 
     whole: Callable[..., Tensor]
@@ -34,32 +35,32 @@ class RecurrentContext:
     module: nn.Module
     group: dist.ProcessGroup
 
-    def __call__(
-        self, x: Tensor, a: Tensor, b: Tensor, starts: Tensor | None, order: Tensor | None
-    ) -> Tensor:
+    def __call__(self, *arguments: Any) -> Tensor:
         """Compute the module's outputs (B, t, G, .) of this rank's tokens.
 
         Args:
-            x, a, b: (B, t, G, .), of one dtype.
-            starts: bool (B, t), True at the first token of a document; None: one document.
-            order: int64 (B, T), index of each token in its sequence, rank by rank; None: that of
-                sequences that are one document each.
+            arguments: the module's inputs, each (B, t, G, .), of one dtype; then `starts` and
+                `order`. starts: bool (B, t), True at the first token of a document; None: one
+                document. order: int64 (B, T), index of each token in its sequence, rank by rank;
+                None: that of sequences that are one document each.
         """
+        *inputs, starts, order = arguments
         if order is None:
             assert starts is None, "a recurrent layer with documents needs the order of all tokens"
-            order = order_of_whole_sequences(self.group.size(), x)
+            order = order_of_whole_sequences(self.group.size(), inputs[0])
         n, flag = self.group.size(), () if starts is None else (starts,)
-        marks = (s.view(*s.shape, 1, 1).expand(*x.shape[:3], 1).to(x.dtype) for s in flag)
-        sent = torch.cat([x, a, b, *marks], dim=-1)
+        like = inputs[0]
+        marks = (s.view(*s.shape, 1, 1).expand(*like.shape[:3], 1).to(like.dtype) for s in flag)
+        sent = torch.cat([*inputs, *marks], dim=-1)
         arrived = exchange_heads(sent, self.group, n)  # (B, T, G / n, .)
         place = torch.arange(order.shape[1], device=order.device).expand_as(order)
         place = order.new_empty(order.shape).scatter_(1, order, place)
         tokens = _Permuted.apply(arrived, place, order)
-        widths = [x.shape[-1], a.shape[-1], b.shape[-1], *[1 for _ in flag]]
-        x, a, b, *found = tokens.split(widths, dim=-1)
+        widths = [*(x.shape[-1] for x in inputs), *[1 for _ in flag]]
+        received = tokens.split(widths, dim=-1)
         shard = self.module.head_shard * n + self.group.rank()  # type: ignore[operator]
-        starts = found[0][:, :, 0, 0] > 0 if found else None
-        out = self.whole(x, a, b, starts, None, shard)
+        starts = received[-1][:, :, 0, 0] > 0 if flag else None
+        out = self.whole(*received[: len(inputs)], starts, None, shard)
         return to_tokens(_Permuted.apply(out, order, place), self.group, n)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dtron.kernels.permute import collected, repeated, summed
-from dtron.models.gated_delta_net import causal_convolution
+from dtron.models.recurrent import causal_convolution
 from dtron.models.router import AddedLoss
 from dtron.parallelisms.expert.bounded_all_to_all import select
 

@@ -44,6 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"n_kv_heads": 2, **MIXTURE, **DELTA},
     "deepseek_v3": {"n_kv_heads": 4, **MIXTURE, **LATENT, "ffn_dim": 96},
     "gpt_oss": {"n_kv_heads": 2, **MIXTURE, "window": 7},
+    "nemotron_h": {
+        **{"n_kv_heads": 2, **MIXTURE, "ffn_dim": 96, "n_layers": 4, "layer_pattern": "ME*-"},
+        **{"mamba_heads": 4, "mamba_groups": 2, "mamba_head_dim": 12, "mamba_state_dim": 8},
+    },
     "llava": {"n_kv_heads": 2, "vision_layers": 1, "image_token": 96},
 }
 

@@ -130,6 +130,7 @@ def test_parameters_of_other_mixtures():
     assert_counted("deepseek_v3", {"mtp": 2, "norm": "layernorm", "tied": True}, "debug")
     assert_counted("qwen3_5_moe", {"mtp": 1}, "debug")
     assert_counted("qwen3_5", {"mtp": 1}, "debug")
+    assert_counted("nemotron_h", {"mamba_conv": 3, "qk_norm": True}, "debug")
     assert_counted("gpt_oss", {"activation": "relu2", "norm": "layernorm"}, "debug")
 
 

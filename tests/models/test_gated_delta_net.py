@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
 from dtron.models import BACKENDS, model_config
-from dtron.models.delta_rule import CHUNK, DELTA_KERNELS, document_starts, torch_delta_rule
-from dtron.models.gated_delta_net import causal_convolution
+from dtron.models.chunks import CHUNK
+from dtron.models.delta_rule import DELTA_KERNELS, torch_delta_rule
+from dtron.models.recurrent import causal_convolution, document_starts
 from dtron.setup import versions
 from dtron.setup.rules import MachineCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens, varied

@@ -69,6 +69,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {**SMALL, **EXPERTS, "num_local_experts": 4, "head_dim": 8, "sliding_window": 9},
+    "nemotron_h": {
+        **{**SMALL, **EXPERTS, "num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 6},
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 10},
+        **{"routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-3},
+        **{"pad_token_id": None},
+    },
 }
 
 RANDOM: list[tuple[str, str, dict[str, Any]]] = [
@@ -140,6 +148,15 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
             "intermediate_size": 40,
         },
     ),
+    ("nemotron_h", "plain", {}),
+    (
+        "nemotron_h",
+        "dense",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
+        | {"conv_kernel": 3, "n_groups": 4, "time_step_min": 0.5, "n_routed_experts": 8}
+        | {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+        | {"routed_scaling_factor": 1.0},
+    ),
     ("gpt_oss", "plain", {"num_hidden_layers": 4}),
     ("gpt_oss", "all windows", {"layer_types": ["sliding_attention"] * 2}),
     (
@@ -161,6 +178,7 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5Moe",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "nemotron_h": "NemotronH",
 }
 
 
@@ -493,6 +511,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qwen3_5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2 is not supported"),
     ("qwen3_5_moe", {"shared_expert_intermediate_size": 30}, "is not a multiple of moe_interm"),
+    ("nemotron_h", {"moe_shared_expert_intermediate_size": 30}, "is not a multiple of moe_interm"),
+    ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size = 8 is not supported"),
+    ("nemotron_h", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not support"),
 ]
 
 
@@ -733,16 +754,50 @@ RELEASED: list[tuple[str, str, dict[str, Any]]] = [
         | {"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0}
         | {"tie_word_embeddings": False},
     ),
+    (
+        "nemotron_h",
+        "30b-a3b",
+        {"attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2}
+        | {"head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 2688, "intermediate_size": 1856}
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+        | {"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu"}
+        | {"mamba_num_heads": 64, "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32"}
+        | {"max_position_embeddings": 262144, "mlp_bias": False, "mlp_hidden_act": "relu2"}
+        | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+        | {"n_group": 1, "n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1}
+        | {"norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32}
+        | {"num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2}
+        | {"num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rope_theta": 10000}
+        | {"rescale_prenorm_residual": True, "residual_in_fp32": False, "sliding_window": None}
+        | {"routed_scaling_factor": 2.5, "ssm_state_size": 128, "tie_word_embeddings": False}
+        | {"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001}
+        | {"topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True}
+        | {"vocab_size": 131072},
+    ),
+    (
+        "nemotron_h",
+        "8b",
+        {"attention_bias": False, "attention_head_dim": 128, "chunk_size": 256, "conv_kernel": 4}
+        | {"expand": 2, "hidden_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 21504}
+        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"}
+        | {"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu"}
+        | {"mamba_num_heads": 128, "max_position_embeddings": 8192, "mlp_hidden_act": "relu2"}
+        | {"n_groups": 8, "num_attention_heads": 32, "num_hidden_layers": 52}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "ssm_state_size": 128}
+        | {"tie_word_embeddings": False, "vocab_size": 131072},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "size", "given"), RELEASED, ids=lambda v: v if v else "")
-def test_released_configurations_of_mixtures(name: str, size: str, given: dict[str, Any]) -> None:
+def test_released_configurations(name: str, size: str, given: dict[str, Any]) -> None:
     """As transformers 4 wrote them, apart from how weights are quantised."""
     hf = MODELS[name].hf
     assert hf is not None
     shared = {"model_type": name, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     shared |= {"attention_dropout": 0.0, "use_cache": True, "initializer_range": 0.02}
+    if name == "nemotron_h":
+        del shared["hidden_act"]
     assert not differences(hf.read({**shared, **given}, "config.json"), MODELS[name].sizes[size])
 
 

@@ -64,7 +64,7 @@ def row(
 
 def shallow(model: str, parallel: Parallel) -> Keys:
     """A first, a middle and a last layer of each kind; in pipelines the layers of SIZES."""
-    if parallel.pp > 1:
+    if parallel.pp > 1 or "layer_pattern" in SIZES[model]:
         return {}
     return {"n_layers": 3 + SIZES[model].get("first_dense_layers", 0)}
 
@@ -213,6 +213,10 @@ WIDTHS: dict[str, Keys] = {
     "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},
     "deepseek_v3": {**WIDE_EXPERTS, **LATENT},
     "gpt_oss": {**WIDE_EXPERTS, "window": 20},
+    "nemotron_h": {
+        **{**WIDE_EXPERTS, "ffn_dim": 128, "layer_pattern": "ME*-"},
+        **{"mamba_heads": 8, "mamba_groups": 4, "mamba_head_dim": 16, "mamba_state_dim": 16},
+    },
     "llava": {**WIDE, "vision_dim": 64, "vision_ffn_dim": 128},
 }
 

@@ -159,6 +159,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
     },
     "gpt_oss": {**SMALL, **EXPERTS, "head_dim": 8, "window": 5},
+    "nemotron_h": {
+        **{**SMALL, **EXPERTS, "ffn_dim": 40, "head_dim": 8, "layer_pattern": "ME*-M"},
+        **{"mamba_heads": 8, "mamba_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
+        "norm_eps": 1e-3,
+    },
     "llava": {
         **SMALL,
         **{"vision_layers": 2, "vision_dim": 24, "vision_heads": 4, "vision_ffn_dim": 40},
@@ -469,6 +474,8 @@ class DocumentsInMemory(DocumentIndex):
 def shallow(case: Case) -> Case:
     """Without a pipeline, a first, a middle and a last layer, unless layers differ."""
     if case.parallel.pp > 1 or not isinstance(case.parallel.cp_method, str):
+        return case
+    if "layer_pattern" in SIZES[case.model]:
         return case
     dense = {**SIZES[case.model], **case.override}.get("first_dense_layers", 0)
     return replace(case, override={"n_layers": 3 + dense, **case.override})
@@ -853,7 +860,7 @@ def context_of(case: Case, kernel: str = "math") -> Context | None:
     config, _ = case.resolved()
     spec = MODELS[case.model]
     scoring = config.window, config.softcap
-    recurrent = spec.delta_cores(config)
+    recurrent = spec.recurrent_cores(config)
     return Context.of(case.parallel, spec.cores, kernel, *scoring, recurrent, config.causal)
 
 

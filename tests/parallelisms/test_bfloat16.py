@@ -31,7 +31,7 @@ ROWS: list[tuple[int, Keys, list[str]]] = [
     (2, {"pp": 2, "schedule": V, "accumulate_in_matmul": True}, ["qwen3"]),
     (2, {"cp": 2, "cp_method": "ring"}, ["qwen3_moe", "qwen3_5"]),
     (2, {"cp": 2, "cp_method": "all_gather"}, ["qwen3", "gemma3"]),
-    (2, EP2, ["mixtral", "gpt_oss", "qwen3_5_moe"]),
+    (2, EP2, ["mixtral", "gpt_oss", "qwen3_5_moe", "nemotron_h"]),
     (2, {**EP2, **SYMMETRIC}, ["deepseek_v3"]),
     (4, {"dp_shard": 2, "tp": 2, "ep": 2}, ["qwen3_moe"]),
 ]

@@ -63,7 +63,7 @@ def features(case: Case) -> set[str]:
         **{"capacity": config.capacity_factor, "YaRN": config.rope_scaling == "yarn"},
         **{"balance": config.balance_coefficient, "dropout": config.dropout},
         **{"latent": config.kv_lora_rank, "bias": config.bias},
-        **{"gated delta nets": config.delta_key_heads},
+        **{"gated delta nets": config.delta_key_heads, "Mamba-2": config.mamba_heads},
         **{"post-norms": config.sandwich_norms, "local rope": config.rope_local_theta},
         **{"scaled embeddings": config.scale_embeddings, "logit cap": config.logit_softcap},
         **{"shared heads": parallel.tp > config.n_kv_heads},
@@ -179,6 +179,8 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
     found |= _draw_mixture(random, model) if debug.n_experts else _draw_dense(random)
     if debug.delta_key_heads:
         found |= _draw_delta(random)
+    if debug.layer_pattern:
+        return found | _draw_pattern(random)
     found["mtp"] = random.choice([0, 0, 1, 2])
     if debug.delta_key_heads:
         found |= {"softcap": random.choice([0.0, 0.0, 1.0]), "sinks": random.random() < 0.25}
@@ -233,6 +235,27 @@ def _draw_delta(random: random.Random) -> dict[str, Any]:
         "delta_key_dim": random.choice([4, 5]),
         "delta_value_dim": random.choice([4, 6]),
         "delta_conv": random.choice([1, 2, 4]),
+    }
+
+
+def _draw_pattern(random: random.Random) -> dict[str, Any]:
+    """Layers of one kind each, without what these do not go with."""
+    return {
+        "layer_pattern": random.choice(["ME*-", "*EM-M", "EM-M*"]),
+        "n_layers": random.randint(5, 9),
+        "ffn_dim": 42,
+        "head_dim": 8,
+        "bias": False,
+        "attention_dropout": 0.0,
+        "first_dense_layers": 0,
+        "mamba_heads": random.choice([6, 12]),
+        "mamba_groups": 6,
+        "mamba_head_dim": random.choice([4, 5]),
+        "mamba_state_dim": random.choice([3, 6]),
+        "mamba_conv": random.choice([1, 2, 4]),
+        "mamba_dt_min": random.choice([0.0, 0.001]),
+        "softcap": random.choice([0.0, 0.0, 1.0]),
+        "sinks": random.random() < 0.25,
     }
 
 

@@ -44,16 +44,16 @@ WIDTHS: dict[str, dict[str, Any]] = {
 HIERARCHICAL: dict[str, Any] = {"dispatcher": "hierarchical", "ep_inner": 2}
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 2084,
+    "passed": 2131,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
     ' "symmetric_memory" inside a host, or "bounded_all_to_all", recompute.mode = "full", or'
-    " compile.enable = false": 10,
+    " compile.enable = false": 12,
     "parallel.ep = 2 x parallel.etp = 1 does not divide the 3 ranks of dp_shard x cp x tp; use"
-    " parallel.ep = 1, 3": 5,
+    " parallel.ep = 1, 3": 6,
     "parallel.sequence_parallel = false with parallel.tp = 2 and experts: each tp rank"
-    " routes its own shard of the tokens; use true": 5,
+    " routes its own shard of the tokens; use true": 6,
     "model.override.attention_dropout = 0.1 with parallel.cp = 4: no rank computes all"
     " attention weights; use 0.0": 6,
     'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers,'

@@ -385,6 +385,16 @@ HYBRID_CASES = [
     Case("qwen3_5", 2, Parallel(pp=2), override={"mtp": 1}, documents=True, loss_chunks=3),
 ]
 """Gated delta nets between layers with attention."""
+PATTERN_CASES = [
+    Case("nemotron_h", 2, Parallel(cp=2), packing="best_fit", documents=True, **LONG),
+    Case("nemotron_h", 4, HIERARCHICAL, documents=True, dtype="float64"),
+    Case("nemotron_h", 2, Parallel(tp=2, async_tp=True), micro_batch=2),
+    Case("nemotron_h", 2, Parallel(tp=2), SELECTIVE, EAGER, documents=True),
+    Case("nemotron_h", 2, recompute=Recompute(mode="full", modules=["mamba", "ffn"])),
+    Case("nemotron_h", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
+    Case("nemotron_h", 4, Parallel(pp=2, ep=2, schedule=V), packing="best_fit", documents=True),
+]
+"""Layers of Mamba-2, attention, feed-forward or experts alone."""
 LOCAL_CASES = [
     Case("gemma3", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
     Case("gemma3", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
@@ -699,6 +709,7 @@ SPECIAL = [
     # experts; balance losses are strong enough to show in gradients
     *EXPERT_CASES,
     *HYBRID_CASES,
+    *PATTERN_CASES,
     *LOCAL_CASES,
     *OVERLAP_CASES,
     *ENCODER_CASES,
@@ -725,6 +736,13 @@ EXPERTS8: dict[str, Any] = {
 DEEP8: dict[str, Any] = {**EXPERTS8, "override": {**EXPERTS8["override"], "n_layers": 8}}
 DELTA8 = {"delta_key_dim": 16, "delta_value_dim": 16}
 HYBRID8 = {"float8": {"experts": True}, "override": {**EXPERTS8["override"], **DELTA8}}
+PATTERN8 = {
+    "n_layers": 5,
+    "expert_dim": 32,
+    "ffn_dim": 64,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -743,6 +761,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(pp=2, schedule=LOOP), "qwen3"),
     float8("tensorwise", 2, Parallel(tp=2), "qwen3_5", override=DELTA8),
     float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
+    float8("tensorwise", 2, Parallel(tp=2), "nemotron_h", override=PATTERN8),
     float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads

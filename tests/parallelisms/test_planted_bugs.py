@@ -27,9 +27,10 @@ from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
 from dtron.models import decoder, gated_delta_net, llava
+from dtron.models.recurrent import GroupedModule
 from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
-from dtron.parallelisms.context import halo
+from dtron.parallelisms.context import halo, recurrent
 from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.blocks import Blocks
 from dtron.parallelisms.context.halo import HaloBlocks
@@ -589,9 +590,20 @@ def state_not_passed_over_cp() -> None:
     apply.apply_recurrent_context = lambda _modules, _group: None
 
 
+def gradients_of_tokens_stay_on_the_rank() -> None:
+    """What later tokens say of earlier ones through the state does not reach their cp rank."""
+    exchange = recurrent.exchange_heads
+
+    def exchanged(x: Tensor, group: dist.ProcessGroup, n: int) -> Tensor:
+        own, chunks = dist.get_rank(group), exchange(x, group, n).chunk(n, dim=1)
+        return torch.cat([c if i == own else c.detach() for i, c in enumerate(chunks)], dim=1)
+
+    recurrent.exchange_heads = exchanged
+
+
 def channels_of_first_rank() -> None:
     """All tp ranks use the convolution and the decays of the first rank's heads."""
-    core = gated_delta_net.DeltaCore
+    core = GroupedModule
     core.head_shard = property(lambda _self: 0, lambda _self, _value: None)  # type: ignore
 
 
@@ -764,6 +776,8 @@ NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
 HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
+MAMBA = Case("nemotron_h", 2, Parallel(tp=2), sequences=2)
+MAMBA_CP = Case("nemotron_h", 2, Parallel(cp=2), sequences=2, documents=True)
 IMAGES = Case("llava", 2, Parallel(tp=2, encoder_tp=2), sequences=2)
 OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
@@ -853,7 +867,8 @@ BUGS = [
     Bug(state_crosses_documents, DELTA_CP, ALSO_LOSS),
     Bug(convolution_crosses_documents, DELTA_CP, ALSO_LOSS),
     Bug(state_not_passed_over_cp, DELTA_CP, ALSO_LOSS),
-    Bug(channels_of_first_rank, DELTA, ALSO_LOSS),
+    Bug(gradients_of_tokens_stay_on_the_rank, MAMBA_CP, EVERYTHING),
+    *[Bug(channels_of_first_rank, case, ALSO_LOSS) for case in (DELTA, MAMBA)],
     Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(image_gradients_not_reduced, IMAGES, ENCODER),

@@ -55,7 +55,7 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     mask = model.backend.prepare(None, positions)  # type: ignore[union-attr, operator]
     x = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
     shared = [*model.parameters(), *([rope] if rope is not None else [])]
-    if config.delta_layers[layer]:
+    if config.layer_kinds[layer].recurrent:
         return unit, (x, None, None, None), shared
     return unit, (x, rope, mask, None), shared
 
@@ -94,7 +94,7 @@ def saved_bytes(
 def in_recipe(unit: nn.Module, recipe: str, skip: str = "") -> None:
     """Make a block's linear layers float8, but the router and those that a pattern names."""
     linears = [name for name, module in unit.named_modules() if isinstance(module, nn.Linear)]
-    gates = ("ffn.router", "delta.w_a", "delta.w_b")
+    gates = ("ffn.router", "delta.w_a", "delta.w_b", "mamba.w_dt")
     chosen = [n for n in linears if n not in gates and not fnmatch.fnmatch(n, skip)]
     convert(unit, chosen, RECIPES[recipe], emulate=True)
     if getattr(unit.ffn, "activation", None) is ACTIVATIONS["swiglu"]:  # as float8_plan.py
@@ -110,6 +110,8 @@ ROWS = [
     ("qwen3_5", 3, "none"),
     *[("qwen3_5_moe", 0, mode) for mode in ("none", "selective")],
     *[("gemma3", 0, mode) for mode in ("none", "selective", "attention")],
+    *[("nemotron_h", 0, mode) for mode in ("none", "selective", "attention")],
+    *[("nemotron_h", layer, "none") for layer in (1, 2, 3)],
 ]
 
 
@@ -121,7 +123,7 @@ def kind_of(name: str, layer: int) -> LayerKind:
 @pytest.mark.parametrize(("name", "layer", "mode"), ROWS)
 def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> None:
     config = model_config(name, "debug")
-    mixture = layer >= config.n_dense_layers
+    mixture = config.layer_kinds[layer].experts
     saved = block(config, kind_of(name, layer))
     rows = [row for row in saved if row.eager is not True and mode in row.modes]
     messages = sum(row.width * (4 if row.wide else 2) for row in rows)
@@ -137,6 +139,8 @@ MODULES = [
     ("llama", 0, "selective", ["ffn"]),
     ("llama", 0, "selective", ["attn"]),
     ("qwen3_5", 0, "full", ["delta"]),
+    ("nemotron_h", 0, "full", ["mamba"]),
+    ("nemotron_h", 2, "full", ["attn"]),
     *[("gemma3", 0, "full", modules) for modules in (["attn"], ["ffn"], ["attn", "ffn"])],
     ("gpt", 0, "full", ["ffn"]),
     ("gpt", 0, "full", ["attn"]),
@@ -157,7 +161,7 @@ def test_bytes_that_a_block_keeps_whose_modules_recompute(
     run = Resolved.of(RunConfig.load(LLAMA, words), 1)
     planned = sum(tensors(run, layer)) / (B * T)
     real = saved_bytes(name, layer, mode, modules=modules)
-    mixture = layer >= run.model.n_dense_layers
+    mixture = run.kind(layer).experts
     # torch 2.13 keeps experts' outputs, 2.14 computes them again.
     outputs = 2 * run.model.experts_per_token * run.model.dim if "ffn.experts" in modules else 0
     possible = {planned, planned - outputs}
@@ -183,7 +187,7 @@ def test_bytes_that_a_compiled_float8_block_keeps(
     skipped = [f'float8.skip=["blocks.*.{skip}"]'] if skip else []
     planned = Resolved.of(RunConfig.load(LLAMA, [*words.split(), *skipped]), 1)
     real = saved_bytes(name, layer, "none", recipe, skip)
-    mixture = layer >= planned.model.n_dense_layers
+    mixture = planned.kind(layer).experts
     found = sum(tensors(planned, layer)) / (B * T)
     assert found == pytest.approx(real, rel=MIXTURES if mixture else 0)
 
@@ -194,6 +198,7 @@ UNITS = [
     *[("qwen3_5", layer) for layer in (0, 3)],
     ("qwen3_5_moe", 0),
     ("gemma3", 0),
+    ("nemotron_h", 0),
 ]
 
 
@@ -299,6 +304,7 @@ AGAIN = [
     *[("deepseek_v3", layer, mode) for layer in (0, 3) for mode in ("attention", "full")],
     *[(name, 0, "attention") for name in ("gpt", "qwen3", "qwen3_moe", "qwen3_5", "gemma3")],
     ("gemma3", 0, "full"),
+    *[("nemotron_h", layer, "attention") for layer in (0, 2)],
 ]
 
 

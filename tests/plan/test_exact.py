@@ -40,6 +40,11 @@ HYBRID_EXPERTS = (
     f"{SMALL} model.name=qwen3_5_moe model.size=35b-a3b {EXPERTS} model.override.expert_dim=256 "
     "model.override.full_attention_every=2"
 )
+PATTERN = (
+    f"{SMALL} model.name=nemotron_h model.size=30b-a3b {EXPERTS} model.override.expert_dim=256 "
+    "model.override.layer_pattern=ME*- model.override.n_layers=4 model.override.ffn_dim=1536 "
+    "model.override.mamba_heads=16"
+)
 LOCAL = (
     f"{DENSE} model.name=gemma3 model.size=1b model.override.full_attention_every=2 "
     "model.override.window=100 model.override.logit_softcap=30.0"
@@ -86,6 +91,7 @@ CASES = {
     "hybrid": (HYBRID, 4, "parallel.cp=2 parallel.tp=2 recompute.mode=full"),
     "hybrid, experts": (HYBRID_EXPERTS, 4, "parallel.tp=2 parallel.ep=4 model.override.mtp=1"),
     "hybrid, ahead": (HYBRID, 4, "parallel.pp=2 parallel.tp=2 model.override.mtp=1"),
+    "pattern": (PATTERN, 4, "parallel.cp=2 parallel.tp=2 parallel.ep=2 recompute.mode=full"),
     "post-norms": (LOCAL, 4, "parallel.tp=2 parallel.dp_shard=2"),
     "images": (IMAGES, 4, "parallel.tp=2 parallel.zero=3 recompute.mode=full"),
     "images over cp": (IMAGES, 4, "parallel.cp=2 parallel.tp=2 parallel.sequence_parallel=false"),
