@@ -34,6 +34,7 @@ from dtron.models.qwen3_5 import QWEN3_5
 from dtron.models.qwen3_5_moe import QWEN3_5_MOE
 from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
+from dtron.models.t5 import T5
 
 __all__ = [
     "BACKENDS",
@@ -56,7 +57,7 @@ MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
         *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
-        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT, LLAVA),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, BERT, LLAVA, T5),
     )
 }
 

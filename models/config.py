@@ -25,6 +25,12 @@ class LayerKind(NamedTuple):
     """A mixture of experts in place of a dense feed-forward layer."""
     mtp: bool = False
     """A block of multi-token prediction."""
+    encoder: bool = False
+    """A layer of an encoder before the decoder."""
+    normed: bool = False
+    """The encoder's last layer, whose output is normalised."""
+    cross: bool = False
+    """A layer of a decoder that also attends to the encoder's output."""
 
 
 class DecoderConfig(BaseModel):
@@ -44,7 +50,10 @@ class DecoderConfig(BaseModel):
     dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
     n_layers: int = Field(ge=1, le=MAX_LAYERS)
-    """Number of transformer blocks."""
+    """Number of transformer blocks, with those of an encoder."""
+    encoder_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """n: the first n blocks are an encoder, the others a decoder that attends to its output
+    (arXiv:1706.03762), in models that have both (t5). 0: no encoder."""
     n_heads: int = Field(ge=1, le=2**16)
     """Number of query heads per block."""
     n_kv_heads: int = Field(ge=1, le=2**16)
@@ -54,9 +63,9 @@ class DecoderConfig(BaseModel):
     """Width of a head; 0: dim / n_heads."""
     ffn_dim: int = Field(default=0, ge=0, le=2**24)
     """Hidden width of the dense feed-forward layers; 0 if every layer has experts."""
-    activation: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2", "clamped_swiglu"] = (
-        "swiglu"
-    )
+    activation: Literal[
+        "swiglu", "geglu", "gelu", "gelu_exact", "relu", "relu2", "clamped_swiglu"
+    ] = "swiglu"
     """Activation of the feed-forward layers; swiglu, geglu and clamped_swiglu have a gate
     projection (dtron.models.layers.ACTIVATIONS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -121,9 +130,14 @@ class DecoderConfig(BaseModel):
     rotated part of the key."""
     v_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of value heads, at most the width of query heads."""
-    positions: Literal["rope", "learned"] = "rope"
+    positions: Literal["rope", "learned", "relative"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: a
-    position embedding is added to the token embedding."""
+    position embedding is added to the token embedding. `relative`: each head adds a learned bias to
+    attention scores, by the distance of query and key (T5, arXiv:1910.10683)."""
+    relative_buckets: int = Field(default=32, ge=4, le=2**16)
+    """`positions = "relative"`: number of groups of distances that share a bias."""
+    relative_distance: int = Field(default=128, ge=2, le=2**31)
+    """`positions = "relative"`: all distances from this one on share a bias."""
     max_seq_len: int = Field(default=2048, ge=1, le=2**31)
     """Maximum sequence length with `positions = "learned"`, in tokens; rope has no limit."""
     token_types: int = Field(default=0, ge=0, le=2**16)
@@ -278,6 +292,10 @@ class DecoderConfig(BaseModel):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer, then of each MTP block."""
+        if self.encoder_layers:
+            encoder = [LayerKind(encoder=True)] * (self.encoder_layers - 1)
+            decoder = [LayerKind(cross=True)] * (self.n_layers - self.encoder_layers)
+            return (*encoder, LayerKind(encoder=True, normed=True), *decoder)
         layers = (
             LayerKind(delta, layer >= self.n_dense_layers)
             for layer, delta in enumerate(self.delta_layers)

@@ -46,6 +46,9 @@ class WeightName:
     """Index of dtron's rows in the tensor of transformers (after the swap); None: the same rows."""
     dim: int = 0
     """The dim that `rows` indexes; the dim of `{expert}` does not count."""
+    layers: Callable[[DecoderConfig], range] | None = None
+    """Config -> layers of dtron that have this name, which transformers counts from 0; None: all
+    layers."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,9 @@ def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
     if config.bias_speed:  # the model has a bias; its speed is a training setting
         fields["bias_speed"] = BIAS_SPEED
     idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
-    if config.positions == "rope":
+    if config.positions != "learned":
         del fields["max_seq_len"]
+    if config.positions == "rope":
         scaled = config.rope_scaling_factor > 1
         idle = [] if scaled else [name for name in idle if name not in ROPE_UNSCALED]
     defaults = DecoderConfig.model_fields

@@ -247,7 +247,8 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     if config.lora.initial:
         folder = Path(config.lora.initial).expanduser()
         found = adapters(name, model, config.lora)
-        initial = replace(initial, adapter=PeftFolder(folder, hf_of(name), found, config.lora))
+        adapter = PeftFolder(folder, hf_of(name), model, found, config.lora)
+        initial = replace(initial, adapter=adapter)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(
             f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "
