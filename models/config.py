@@ -354,6 +354,8 @@ class DecoderConfig(BaseModel):
         """Number of parameters that no matmul uses: untied token embeddings, learned positions."""
         tokens = 0 if self.tied else self.vocab_size * self.dim
         positions = self.max_seq_len * self.dim if self.positions == "learned" else 0
+        if self.positions == "relative":
+            positions = 2 * self.relative_buckets * self.n_heads
         return tokens + positions + self.token_types * self.dim
 
     @model_validator(mode="after")

@@ -37,10 +37,6 @@ from dtron.models.decoder import Block, Decoder
 from dtron.models.dropout import CROSS_OUTPUT, Dropout, fold
 from dtron.models.layers import norm
 
-START = 0
-"""The decoder's first token, T5's padding token; then follow the targets without the last."""
-
-
 def relative_buckets(n_queries: int, n_keys: int, n_buckets: int, distance: int, causal: bool):
     """Return the bucket of each query and key: int64 (T, S).
 
@@ -193,7 +189,7 @@ class EncoderDecoder(Decoder):
         """Predict the next token of the decoder at every position.
 
         Args:
-            x: the decoder's tokens int64 (B, T), beginning with START; in a later pipeline stage
+            x: the decoder's tokens int64 (B, T), beginning with a start token; in a later pipeline stage
                 what the stage before it returned.
             positions: (1, T) or (B, T), whose shape gives T; None: that of x, allowed for tokens
                 only.
@@ -274,7 +270,11 @@ class EncoderDecoder(Decoder):
 
 @torch.no_grad()
 def greedy(
-    model: EncoderDecoder, encoder_tokens: Tensor, n_tokens: int, end: int | None = None
+    model: EncoderDecoder,
+    encoder_tokens: Tensor,
+    n_tokens: int,
+    end: int | None = None,
+    start: int = 0,
 ) -> Tensor:
     """Return the most likely token after each other: int64 (B, at most n_tokens).
 
@@ -285,9 +285,10 @@ def greedy(
         encoder_tokens: int64 (B, S).
         end: token after which a sequence is complete; further tokens repeat it. None: no such
             token.
+        start: the decoder's first token, by default T5's padding token.
     """
     encoded = model.encode(encoder_tokens)
-    found = encoder_tokens.new_full((len(encoder_tokens), 1), START)
+    found = encoder_tokens.new_full((len(encoder_tokens), 1), start)
     done = torch.zeros_like(found[:, 0], dtype=torch.bool)
     for _ in range(n_tokens):
         logits = model(found, encoded=encoded)

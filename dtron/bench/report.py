@@ -123,7 +123,7 @@ def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
     attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
-    sizes = flops_model(config.model.name, model, config.lora)
+    sizes = flops_model(config, model)
     return {name: flops_per_token(sizes, attended, name) for name in CONVENTIONS}
 
 

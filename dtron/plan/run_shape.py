@@ -307,9 +307,8 @@ class Resolved(Candidate):
 
         Windows count as in training, by the keys that queries see.
         """
-        name = self.config.model.name
         length = attended_by_layers(self.config.train.seq_len, self.model.windows)
-        sizes = flops_model(name, self.model_of(self.config), self.config.lora)
+        sizes = flops_model(self.config, self.model_of(self.config))
         full = flops_per_token(sizes, length, "full")
         return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
 

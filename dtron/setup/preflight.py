@@ -289,7 +289,10 @@ def _open_objective(
     config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer
 ) -> Objective | None:
     kind = objective_of(config, model)
-    return open_objective(kind, config.data, tokenizer, model.vocab_size, config.train.seed)
+    train = config.train
+    return open_objective(
+        kind, config.data, tokenizer, model.vocab_size, train.seed, train.seq_len
+    )
 
 
 def _labelled(
