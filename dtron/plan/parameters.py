@@ -164,6 +164,9 @@ def parts(
 
 def _smallest(model: DecoderConfig) -> DecoderConfig:
     """Return a config with few layers, but at least one of each kind."""
+    if model.encoder_layers:
+        encoder = min(model.encoder_layers, 2)
+        return model.model_copy(update={"encoder_layers": encoder, "n_layers": encoder + 1})
     period = 2 if model.delta_key_heads else 1
     dense, mixture = min(model.n_dense_layers, period), min(model.n_expert_layers, period)
     first = dense if model.n_experts else 0
