@@ -701,13 +701,24 @@ def _several_scales(run: ModelCandidate) -> Iterator[str]:
             )
 
 
+def _micro_batch_tokens(run: ModelCandidate) -> tuple[int, ...]:
+    """Return the tokens per micro-batch on a rank, of encoder and decoder if there are both."""
+    if not run.model.encoder_layers:
+        return (run.config.tokens,)
+    spans = run.config.data.span_lengths(run.train.seq_len)
+    return run.train.micro_batch * spans.encoder, run.train.micro_batch * spans.decoder
+
+
 FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "float8.recipe train.micro_batch train.seq_len parallel.cp",
-        lambda c: c.config.tokens % MULTIPLE == 0,
-        "float8.recipe = {c.recipe.name!r} needs a multiple of "
-        f"{MULTIPLE} tokens per micro-batch, not {{c.config.tokens}} (train.micro_batch x "
-        "train.seq_len / parallel.cp)",
+        lambda c: all(n % MULTIPLE == 0 for n in _micro_batch_tokens(c)),
+        lambda c: (
+            f"float8.recipe = {c.recipe.name!r} needs a multiple of {MULTIPLE} tokens per "
+            f"micro-batch, not {' and '.join(map(str, _micro_batch_tokens(c)))} (train.micro_batch "
+            "x train.seq_len / parallel.cp"
+            + (", of encoder and decoder)" if c.model.encoder_layers else ")")
+        ),
     ),
     Rule(f"float8.recipe {' '.join(_ONE_SCALE)}", finds_none(_several_scales)),
     Rule(

@@ -376,7 +376,7 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
         source = packed_documents(case.packing, case.documents, case.seq_len, vocabulary)
         first = step * case.sequences
         batch = stacked(source.sequence, range(first + rows.start, first + rows.stop))
-        return mixed(with_images(case, batch))
+        return mixed(with_encoder(case, with_images(case, batch)))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     labels = torch.randint(vocabulary, shape, generator=generator)
@@ -398,10 +398,18 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
             documents, pieces = documents - pieces * 2, torch.where(pieces < 0, -1, documents)
     number = sequence[:, 0] + step * case.sequences
     batch = Batch(tokens[part], labels[part], number[part], positions, documents)
-    if case.model in ENCODERS:
-        read = torch.randint(vocabulary, (case.sequences, case.seq_len // 2), generator=generator)
-        batch = replace(batch, encoder_tokens=read[part])
-    return mixed(with_images(case, replace(batch, pieces=pieces)))
+    return mixed(with_encoder(case, with_images(case, replace(batch, pieces=pieces))))
+
+
+def with_encoder(case: Case, batch: Batch) -> Batch:
+    """The batch with tokens of an encoder, for a family that has one, and as prepared for it."""
+    if case.model not in ENCODERS:
+        return batch
+    length = Data(**SPANS).span_lengths(case.seq_len).encoder
+    vocabulary = {**SIZES[case.model], **case.override}["vocab_size"]
+    generators = [torch.Generator().manual_seed(n) for n in batch.sequence.tolist()]
+    rows = [torch.randint(vocabulary, (length,), generator=each) for each in generators]
+    return replace(batch, encoder_tokens=torch.stack(rows), pieces=None)
 
 
 IMAGES = ((1, range(4)), (9, range(1, 4)))

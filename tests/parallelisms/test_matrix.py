@@ -21,6 +21,7 @@ from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,
+    ENCODERS,
     FULL,
     MIXTURES,
     SINKHORN,
@@ -40,6 +41,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "gemma3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
+    "t5": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
 }
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
@@ -265,9 +267,11 @@ def in_experts(model: str) -> list[Case]:
 
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
-GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in DENSE]
-SAMPLES = [case for model in DENSE for case in in_samples(model)]
-CONTEXTS = [case for model in DENSE for case in in_contexts(model)]
+ROWS = [*DENSE, *ENCODERS]
+"""Models of the tables of layouts."""
+GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in ROWS]
+SAMPLES = [case for model in ROWS for case in in_samples(model)]
+CONTEXTS = [case for model in ROWS for case in in_contexts(model)]
 MIXED = [case for model in MIXTURES for case in in_experts(model)]
 CASES = [*GRID, *SAMPLES, *CONTEXTS, *MIXED]
 
@@ -286,7 +290,7 @@ def batches() -> Batches:
 
 def test_every_case_is_another_one() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
-    assert len(GRID) == len(DENSE) * (1 + 11 + 44 + 114)
+    assert len(GRID) == len(ROWS) * (1 + 11 + 44 + 114)
 
 
 def test_what_is_refused() -> None:
@@ -340,11 +344,11 @@ def document(n_failed: int) -> str:
     lines = [HEAD.format(torch=torch.__version__.split("+")[0]), "| outcome | tuples |"]
     lines += ["| --- | --- |", *(f"| {what} | {n} |" for what, n in counts.items() if n)]
     lines += ["", "## Layouts", ""]
-    lines += _table([*LAYOUT_COLUMNS, *DENSE], _layout_rows(letters))
+    lines += _table([*LAYOUT_COLUMNS, *ROWS], _layout_rows(letters))
     lines += ["", "## Other settings", "", SAMPLES_HEAD, ""]
-    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_samples, DENSE, letters))
+    lines += _table(["ranks, settings", *ROWS], _sample_rows(in_samples, ROWS, letters))
     lines += ["", "## Context parallelism", "", CONTEXTS_HEAD, ""]
-    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_contexts, DENSE, letters))
+    lines += _table(["ranks, settings", *ROWS], _sample_rows(in_contexts, ROWS, letters))
     lines += ["", "## Experts", "", EXPERTS_HEAD, ""]
     lines += _table(["ranks, settings", *MIXTURES], _sample_rows(in_experts, MIXTURES, letters))
     return "\n".join(lines) + "\n"
@@ -378,8 +382,8 @@ tp. Routed counts have to be equal, too."""
 
 
 def _layout_rows(letters: dict[str, str]) -> Iterator[list[str]]:
-    for first in range(0, len(GRID), len(DENSE)):
-        cases = GRID[first : first + len(DENSE)]
+    for first in range(0, len(GRID), len(ROWS)):
+        cases = GRID[first : first + len(ROWS)]
         p = cases[0].parallel
         sequence = "-" if p.tp == 1 else "split" if p.sequence_parallel else "whole"
         degrees = [cases[0].world, p.pp, p.dp_replicate, p.dp_shard, p.tp]

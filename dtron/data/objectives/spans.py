@@ -14,6 +14,8 @@ Legend: L tokens of a text, S of the encoder, T of the decoder.
 Source: T5, arXiv:1910.10683, section 3.1.4 and figure 2; its preprocessors.py, random_spans_noise_mask.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -104,3 +106,42 @@ def first_sentinel(data: Data, tokenizer: Tokenizer, vocab_size: int, n: int) ->
             f"{tokenizer.vocab_size + n} or more"
         )
     return vocab_size - 1
+
+
+_SENTINELS = re.compile(r"<extra_id_(\d+)>")
+
+
+def encode_prompt(prompt: str, data: Data, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Return the ids that an encoder reads: of a text with sentinels `<extra_id_0>`, ..., and EOS.
+
+    Args:
+        vocab_size: size of the model's vocabulary.
+    Raises:
+        ConfigError: there are too few ids for the sentinels.
+    """
+    texts = _SENTINELS.split(prompt)
+    numbers = [int(number) for number in texts[1::2]]
+    first = first_sentinel(data, tokenizer, vocab_size, max(numbers, default=0) + 1)
+    ids = tokenizer.encode(texts[0])
+    for number, text in zip(numbers, texts[2::2], strict=True):
+        ids += [first - number, *tokenizer.encode(text)]
+    return [*ids, tokenizer.eos_id]
+
+
+def decode_spans(
+    ids: Iterable[int], data: Data, tokenizer: Tokenizer, vocab_size: int
+) -> str:
+    """Return the text of a decoder's ids, sentinels as `<extra_id_0>`, ...; arguments as above."""
+    first, found, run = first_sentinel(data, tokenizer, vocab_size, 1), "", []
+    named = tokenizer.token_id(SENTINEL.format(0)) is not None
+    for token in ids:
+        number = first - token
+        known = tokenizer.token_id(SENTINEL.format(number)) == token if named else (
+            tokenizer.vocab_size <= token <= first
+        )
+        if known:
+            found += tokenizer.decode(run) + SENTINEL.format(number)
+            run = []
+        else:
+            run.append(token)
+    return found + tokenizer.decode(run)
