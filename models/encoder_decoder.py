@@ -10,13 +10,15 @@ Additional ones:
     blocks.<E-1>.norm                                   norm of the encoder's output
     blocks.<i>.cross_norm, .cross.{wq,kv.wk,kv.wv,wo}   attention to `encoded`, in the decoder
 
-Attention of the encoder is between all its tokens, that of the decoder causal. Each head adds to its
-scores a bias that depends on key position - query position: distances are grouped in buckets, exact
-up to a quarter (decoder: half) of them, then logarithmic. All layers of a stack share its biases.
+Attention of the encoder is between all its tokens, that of the decoder causal. Each head adds to
+its scores a bias that depends on key position - query position: distances are grouped in buckets,
+exact up to a quarter (decoder: half) of them, then logarithmic. All layers of a stack share its
+biases.
 
-A pipeline stage receives and returns four tensors: hidden states of the encoder (its output, once it
-is complete) and of the decoder, and the two tables of biases (buckets, H). So encoder and decoder
-layers may be on any stages, and gradients of the tables return to the first stage, which owns them.
+A pipeline stage receives and returns four tensors: hidden states of the encoder (its output, once
+it is complete) and of the decoder, and the two tables of biases (buckets, H). So encoder and
+decoder layers may be on any stages, and gradients of the tables return to the first stage, which
+owns them.
 
 Shapes: B sequences, S tokens of the encoder, T tokens of the decoder, D width, H heads, V
 vocabulary, E encoder layers.
@@ -36,6 +38,7 @@ from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.decoder import Block, Decoder
 from dtron.models.dropout import CROSS_OUTPUT, Dropout, fold
 from dtron.models.layers import norm
+
 
 def relative_buckets(n_queries: int, n_keys: int, n_buckets: int, distance: int, causal: bool):
     """Return the bucket of each query and key: int64 (T, S).
@@ -189,8 +192,8 @@ class EncoderDecoder(Decoder):
         """Predict the next token of the decoder at every position.
 
         Args:
-            x: the decoder's tokens int64 (B, T), beginning with a start token; in a later pipeline stage
-                what the stage before it returned.
+            x: the decoder's tokens int64 (B, T), beginning with a start token; in a later pipeline
+                stage what the stage before it returned.
             positions: (1, T) or (B, T), whose shape gives T; None: that of x, allowed for tokens
                 only.
             documents: None; documents are not masked.

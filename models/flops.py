@@ -61,9 +61,7 @@ class FlopsModel:
     """Parameters of `matmul_params` whose gradients are not computed."""
 
     @classmethod
-    def of(
-        cls, config: DecoderConfig, adapters: int = 0, spans: SpanLengths | None = None
-    ) -> Self:
+    def of(cls, config: DecoderConfig, adapters: int = 0, spans: SpanLengths | None = None) -> Self:
         """Return the sizes of a decoder; `matmul_params` includes norms and biases.
 
         Args:

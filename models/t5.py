@@ -173,9 +173,7 @@ HF = HuggingFace(
         "dropout_rate": 0.1,
     },
     converters=(
-        KeyConverter(
-            frozenset({"num_layers", "num_decoder_layers"}), _read_layers, _write_layers
-        ),
+        KeyConverter(frozenset({"num_layers", "num_decoder_layers"}), _read_layers, _write_layers),
         KeyConverter(
             frozenset({"feed_forward_proj", "tie_word_embeddings", "scale_decoder_outputs"}),
             _read_version,

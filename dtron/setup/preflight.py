@@ -290,9 +290,7 @@ def _open_objective(
 ) -> Objective | None:
     kind = objective_of(config, model)
     train = config.train
-    return open_objective(
-        kind, config.data, tokenizer, model.vocab_size, train.seed, train.seq_len
-    )
+    return open_objective(kind, config.data, tokenizer, model.vocab_size, train.seed, train.seq_len)
 
 
 def _labelled(

@@ -463,7 +463,8 @@ def _uneven_spans(run: ModelCandidate) -> Iterator[str]:
     legal = next((n for n in near if even(n)), None)
     yield (
         f"parallel.sequence_parallel splits the {sizes.encoder} tokens of the encoder and the "
-        f"{sizes.decoder} of the decoder, of train.seq_len = {length}, over parallel.tp = {tp}; use "
+        f"{sizes.decoder} of the decoder, of train.seq_len = {length}, over parallel.tp = {tp}; "
+        "use "
         + (f"train.seq_len = {legal}, or " if legal else "")
         + "parallel.sequence_parallel = false"
     )

@@ -86,9 +86,7 @@ def test_padding_has_no_loss() -> None:
     assert found.pieces is None
 
 
-def test_ranks_and_a_resumption_see_the_same_spans(
-    make_data: MakeData, texts: list[str]
-) -> None:
+def test_ranks_and_a_resumption_see_the_same_spans(make_data: MakeData, texts: list[str]) -> None:
     data = make_data(texts)
     source, _ = open_data(data, seq_len=32, seed=3)
     objective = open_objective("span_corruption", data, load_tokenizer(data), 320, 3, 32)

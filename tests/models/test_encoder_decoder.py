@@ -87,7 +87,9 @@ def test_text_equals_that_of_transformers(transformers: Any, tmp_path: Path) -> 
     ours, (encoder, _) = from_hf(tmp_path), inputs()
     assert isinstance(ours, EncoderDecoder)
     settings = {"do_sample": False, "decoder_start_token_id": 0, "max_new_tokens": 9}
-    settings["use_cache"] = False  # of transformers 5.24 fails with more decoder than encoder layers
+    settings["use_cache"] = (
+        False  # of transformers 5.24 fails with more decoder than encoder layers
+    )
     free = theirs.generate(encoder, **settings, eos_token_id=None)[:, 1:]
     assert torch.equal(greedy(ours, encoder, 9), free)
     end = int(free[0, 3])
@@ -169,7 +171,10 @@ def test_flops_are_those_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"encoder_layers": 4}, "encoder_layers = 4 leaves no decoder in n_layers = 4; use at most"),
+        (
+            {"encoder_layers": 4},
+            "encoder_layers = 4 leaves no decoder in n_layers = 4; use at most",
+        ),
         ({"window": 8}, "window = 8 conflicts with encoder_layers = 2; use 0"),
         ({"positions": "rope"}, 'positions = "rope" conflicts with encoder_layers = 2; use "rel'),
         ({"relative_buckets": 6}, "relative_buckets = 6 needs a multiple of 4"),
@@ -195,7 +200,7 @@ def test_contradictory_models_are_refused(changes: dict[str, Any], message: str)
             "splits the 58 tokens of the encoder and the 14 of the decoder, of train.seq_len = 64, "
             "over parallel.tp = 4; use train.seq_len = ",
         ),
-        (["model.attention=flash"], 'does not support position biases'),
+        (["model.attention=flash"], "does not support position biases"),
     ],
 )
 def test_runs_that_do_not_fit_are_refused(keys: list[str], message: str) -> None:

@@ -135,7 +135,7 @@ DELTA = {
     **{"delta_key_heads": 4, "delta_value_heads": 8, "delta_key_dim": 4, "delta_value_dim": 6},
     **{"full_attention_every": 2, "norm_eps": 1e-3},
 }
-SPANS = {"mask_fraction": 0.75, "mask_span": 4.0}
+SPANS: dict[str, Any] = {"mask_fraction": 0.75, "mask_span": 4.0}
 """Of 16 tokens of text a decoder reads 16, and an encoder 8."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,

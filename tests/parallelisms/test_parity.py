@@ -437,7 +437,9 @@ SPAN_CASES = [
     Case("t5", 4, Parallel(pp=2, dp_shard=2, schedule=DUAL, zero=2), SELECTIVE, sequences=8),
     Case("t5", 4, Parallel(tp=4), override={"n_kv_heads": 2, "head_dim": 8}, optimizer="adamw"),
     Case("t5", 2, Parallel(tp=2, sequence_parallel=False), SELECTIVE, compile=EAGER),
-    Case("t5", 2, Parallel(tp=2, async_tp=True), micro_batch=2, override={"attention_dropout": 0.1}),
+    Case(
+        "t5", 2, Parallel(tp=2, async_tp=True), micro_batch=2, override={"attention_dropout": 0.1}
+    ),
     Case("t5", 2, Parallel(zero=3), recompute=Recompute(mode="full", ffn_chunks=2)),
     Case("t5", 2, Parallel(tp=2), lora=Lora(rank=4)),
 ]

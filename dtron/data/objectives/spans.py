@@ -11,7 +11,7 @@ lengths of spans and of what is between them are random, each at least 1. A text
 that stay and ends with a span. Sentinels are counted down from the last id.
 
 Legend: L tokens of a text, S of the encoder, T of the decoder.
-Source: T5, arXiv:1910.10683, section 3.1.4 and figure 2; its preprocessors.py, random_spans_noise_mask.
+Source: T5, arXiv:1910.10683, section 3.1.4; random_spans_noise_mask of its preprocessors.py.
 """
 
 import re
@@ -53,7 +53,9 @@ class SpanCorruption:
         kept = self._lengths(k, 1, sizes.text - sizes.removed, sizes.spans)
         begins = np.cumsum(kept + removed) - removed  # of the spans
         ends = begins + removed
-        inside = np.repeat(np.tile([False, True], sizes.spans), np.stack([kept, removed], 1).ravel())
+        inside = np.repeat(
+            np.tile([False, True], sizes.spans), np.stack([kept, removed], 1).ravel()
+        )
         sentinels = self.first_sentinel - np.arange(sizes.spans)
         real = inside if packed.pieces is None else inside & (packed.pieces >= 0)
         # A sentinel precedes its span in the targets, and takes its place in the encoder's tokens.
@@ -128,16 +130,16 @@ def encode_prompt(prompt: str, data: Data, tokenizer: Tokenizer, vocab_size: int
     return [*ids, tokenizer.eos_id]
 
 
-def decode_spans(
-    ids: Iterable[int], data: Data, tokenizer: Tokenizer, vocab_size: int
-) -> str:
+def decode_spans(ids: Iterable[int], data: Data, tokenizer: Tokenizer, vocab_size: int) -> str:
     """Return the text of a decoder's ids, sentinels as `<extra_id_0>`, ...; arguments as above."""
     first, found, run = first_sentinel(data, tokenizer, vocab_size, 1), "", []
     named = tokenizer.token_id(SENTINEL.format(0)) is not None
     for token in ids:
         number = first - token
-        known = tokenizer.token_id(SENTINEL.format(number)) == token if named else (
-            tokenizer.vocab_size <= token <= first
+        known = (
+            tokenizer.token_id(SENTINEL.format(number)) == token
+            if named
+            else (tokenizer.vocab_size <= token <= first)
         )
         if known:
             found += tokenizer.decode(run) + SENTINEL.format(number)
