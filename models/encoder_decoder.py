@@ -40,7 +40,9 @@ from dtron.models.dropout import CROSS_OUTPUT, Dropout, fold
 from dtron.models.layers import norm
 
 
-def relative_buckets(n_queries: int, n_keys: int, n_buckets: int, distance: int, causal: bool):
+def relative_buckets(
+    n_queries: int, n_keys: int, n_buckets: int, distance: int, causal: bool
+) -> Tensor:
     """Return the bucket of each query and key: int64 (T, S).
 
     The queries are at the positions of the last T keys.
@@ -209,7 +211,7 @@ class EncoderDecoder(Decoder):
         n_tokens = x.shape[1] if isinstance(x, Tensor) else 0
         n_tokens = n_tokens if positions is None else positions.shape[1]
         if not isinstance(x, Tensor):
-            hidden, x, encoder_table, decoder_table = x
+            hidden, out, encoder_table, decoder_table = x
         else:
             if encoded is None:
                 assert encoder_tokens is not None, "the encoder needs tokens"
@@ -217,7 +219,7 @@ class EncoderDecoder(Decoder):
                 hidden = self._embed_tokens(encoder_tokens, keys)
             else:
                 hidden = encoded
-            x = self._embed_tokens(x, dropout_keys)
+            out = self._embed_tokens(x, dropout_keys)
             # After both embeddings: FSDP frees a unit once all of its modules have run.
             encoder_table, decoder_table = self._tables(hidden.device)
         if encoded is None:
@@ -228,13 +230,13 @@ class EncoderDecoder(Decoder):
         bias = self._bias(decoder, decoder_table, n_tokens, causal=True)
         for layer in decoder:
             keys = self._layer_keys(dropout_keys, layer)
-            x = self.blocks[str(layer)](x, None, bias, keys, hidden)
+            out = self.blocks[str(layer)](out, None, bias, keys, hidden)
         if not isinstance(self.head, nn.Linear):
-            return hidden, x, encoder_table, decoder_table
-        x = self.norm(x)
+            return hidden, out, encoder_table, decoder_table
+        out = self.norm(out)
         if self.config.tied:  # T5 v1.0
-            x = x * self.config.dim**-0.5
-        return self.head(x) if labels is None else self.head(x, labels=labels)
+            out = out * self.config.dim**-0.5
+        return self.head(out) if labels is None else self.head(out, labels=labels)
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Return the encoder's output for tokens int64 (B, S), without dropout: (B, S, D)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def packed(n: int, padding: int = 0) -> Packed:
     return Packed(np.arange(n) % 200, np.arange(n), None, None, pieces if padding else None)
 
 
-def corruption(seed: int = 3, **keys: float) -> SpanCorruption:
+def corruption(seed: int = 3, **keys: Any) -> SpanCorruption:
     return SpanCorruption(Data(**keys), LAST, EOS, seed)
 
 
@@ -49,7 +50,7 @@ def restored(found: Packed) -> tuple[list[int], list[int]]:
     ("n", "keys"),
     [(568, {}), (64, {}), (64, {"mask_fraction": 0.5, "mask_span": 8.0}), (2, {}), (7, {})],
 )
-def test_a_text_is_restored(n: int, keys: dict[str, float]) -> None:
+def test_a_text_is_restored(n: int, keys: dict[str, Any]) -> None:
     sizes = Data(**keys).span_lengths(n)
     seen = set()
     for k in range(20):
@@ -95,6 +96,8 @@ def test_ranks_and_a_resumption_see_the_same_spans(make_data: MakeData, texts: l
     others = open_objective("span_corruption", data, load_tokenizer(data), 320, 4, 32)
     assert others is not None
     one, other = (each(0, source.sequence(0)) for each in (objective, others))
+    assert one.encoder_tokens is not None
+    assert other.encoder_tokens is not None
     assert not np.array_equal(one.encoder_tokens, other.encoder_tokens)
 
 

@@ -13,7 +13,7 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.models import MODELS, from_hf, model_config, to_hf
 from dtron.models.encoder_decoder import EncoderDecoder, greedy, relative_bias
 from dtron.models.flops import FlopsModel, flops_per_token
-from dtron.setup.rules import ModelCandidate, all_broken
+from dtron.setup.rules import MachineCandidate, ModelCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens, varied
 
 SHAPE = {
@@ -164,7 +164,6 @@ def test_flops_are_those_of_a_step() -> None:
     dim = config.dim
     norms = 6 * dim * (spans.encoder * (2 + 1) + spans.decoder * (2 * 3 + 1)) / spans.text
     counted = flops_per_token(FlopsModel.of(config, spans=spans), spans.text, "full") - norms
-    # Products with the head's input: of logits' sum, autograd computes no weight gradient apart.
     assert counter.get_total_flops() / (2 * spans.text) == pytest.approx(counted, rel=1e-3)
 
 
@@ -207,8 +206,6 @@ def test_runs_that_do_not_fit_are_refused(keys: list[str], message: str) -> None
     words = ["model.name=t5", "train.global_batch=8", *keys]
     config = RunConfig.load(None, words)
     if "model.attention=flash" in keys:
-        from dtron.setup.rules import MachineCandidate
-
         run = MachineCandidate(config, 4)
         with pytest.raises(ConfigError, match=message):
             assert run.attention

@@ -14,6 +14,7 @@ Legend: L tokens of a text, S of the encoder, T of the decoder.
 Source: T5, arXiv:1910.10683, section 3.1.4; random_spans_noise_mask of its preprocessors.py.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -52,7 +53,6 @@ class SpanCorruption:
         removed = self._lengths(k, 0, sizes.removed, sizes.spans)
         kept = self._lengths(k, 1, sizes.text - sizes.removed, sizes.spans)
         begins = np.cumsum(kept + removed) - removed  # of the spans
-        ends = begins + removed
         inside = np.repeat(
             np.tile([False, True], sizes.spans), np.stack([kept, removed], 1).ravel()
         )
@@ -63,7 +63,6 @@ class SpanCorruption:
         targets = np.insert(text[inside], places, sentinels)
         labels = np.insert(np.where(real, text, IGNORE)[inside], places, sentinels)
         encoder = np.insert(text[~inside], begins - places, sentinels)
-        assert ends[-1] == len(text), "a text ends with a span"
         return replace(
             packed,
             tokens=np.concatenate([[START], targets]),
@@ -132,18 +131,18 @@ def encode_prompt(prompt: str, data: Data, tokenizer: Tokenizer, vocab_size: int
 
 def decode_spans(ids: Iterable[int], data: Data, tokenizer: Tokenizer, vocab_size: int) -> str:
     """Return the text of a decoder's ids, sentinels as `<extra_id_0>`, ...; arguments as above."""
-    first, found, run = first_sentinel(data, tokenizer, vocab_size, 1), "", []
-    named = tokenizer.token_id(SENTINEL.format(0)) is not None
-    for token in ids:
-        number = first - token
-        known = (
-            tokenizer.token_id(SENTINEL.format(number)) == token
-            if named
-            else (tokenizer.vocab_size <= token <= first)
+    first, lowest = first_sentinel(data, tokenizer, vocab_size, 1), tokenizer.vocab_size
+    if tokenizer.token_id(SENTINEL.format(0)) is not None:
+        lowest = next(
+            first - i + 1
+            for i in itertools.count()
+            if tokenizer.token_id(SENTINEL.format(i)) != first - i
         )
-        if known:
-            found += tokenizer.decode(run) + SENTINEL.format(number)
-            run = []
+    found, between = "", []
+    for token in ids:
+        if lowest <= token <= first:
+            found += tokenizer.decode(between) + SENTINEL.format(first - token)
+            between = []
         else:
-            run.append(token)
-    return found + tokenizer.decode(run)
+            between.append(token)
+    return found + tokenizer.decode(between)
