@@ -37,7 +37,7 @@ from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
 
 SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
@@ -162,6 +162,8 @@ def _label(choice: dict[str, Any]) -> str:
     if choice["pp"] > 1:
         words.append(f"{choice['schedule']} x {choice['stages_per_rank']}")
     words += [f"micro-batch {choice['micro']}", f"recompute {choice['mode']}"]
+    if choice["zero"] == 3:
+        words.append("zero 3")
     if choice["offload"]:
         words.append("offload")
     if choice["recipe"]:
@@ -309,8 +311,13 @@ class _SearchQueue:
                 )
 
     def _refuse(self, choice: dict[str, Any]) -> None:
-        """Drop a choice; if the choice is too large, queue it with activations offloaded."""
+        """Drop a choice that is too large; queue it with what takes less memory: weights gathered
+        for each micro-batch, and activations offloaded."""
         self.counts["too large"] += 1
+        first = choice["offload"] == self.config.recompute.offload
+        shards = self.world // (choice["tp"] * choice["dp_replicate"])
+        if first and choice["zero"] == 1 and choice["pp"] == 1 and shards > 1:
+            self.push({**choice, "zero": 3})
         if not choice["offload"]:
             self.push({**choice, "offload": True})
 
@@ -358,6 +365,7 @@ def _choices(
                     "recipe": recipe,
                     "micro": micro,
                     "micro_batches": batch // (shards * micro),
+                    "zero": 1 if batch > shards * micro else 0,
                 }
 
 
@@ -390,20 +398,20 @@ def _replicas(shards: int) -> list[int]:
 def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the config with a choice.
 
-    With several micro-batches, zero = 1 keeps weights gathered over the step. `pp_layout`,
-    `defer_head` and `high_priority` are reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    With several micro-batches, zero = 1 keeps weights gathered over the step, and zero = 3 does
+    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority` are
+    reset. Unset keys stay unset, for `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
-    if choice["micro_batches"] > 1:
-        parallel["zero"] = 1
+    if choice["zero"]:
+        parallel["zero"] = choice["zero"]
     if choice["tp"] == 1:
         parallel["sequence_parallel"] = True
         if config.parallel.async_tp:
             parallel["async_tp"] = False
     if choice["cp"] == 1:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
-    eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},
@@ -415,7 +423,6 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "offload": choice["offload"],
         },
         float8={"recipe": choice["recipe"]},
-        compile={"enable": config.compile.enable and not eager},
     )
 
 
@@ -480,7 +487,7 @@ def _least_bytes(
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     frozen = config.lora.rank > 0  # adapters are small
-    whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
+    whole = (2.0 if frozen else 6.0) if choice["zero"] == 1 else 0.0
     moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
     moments *= 1 - config.optim.offload
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
