@@ -45,7 +45,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 2074,
+    "passed": 2291,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
@@ -62,25 +62,35 @@ EXPECTED: dict[str, int] = {
     "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 6,
     "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
     " width, but the 4 ranks of dp_shard x cp do not divide model.dim = 34; use a"
-    " dp_shard x cp that does, or a vocab_size that tp divides": 4,
+    " dp_shard x cp that does, or a vocab_size that tp divides": 5,
     "parallel.pp x parallel.stages_per_rank = 16 stages, but a model of 5 layers "
-    "fills 1 to 7 (each layer, the embedding, the head)": 6,
+    "fills 1 to 7 (each layer, the embedding, the head)": 7,
     'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
-    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 6,
+    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 7,
     "parallel.sequence_parallel splits train.seq_len = 14 over parallel.tp = 4; use a"
     " multiple of 4 such as 12, or parallel.sequence_parallel = false": 6,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 8 micro-"
     "batches: parallel.schedule = 'DualPipeV' takes at least 2 x parallel.pp micro-"
-    "batches (parallel.pp = 8); the nearest is 16": 6,
+    "batches (parallel.pp = 8); the nearest is 16": 7,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 9 micro-"
     "batches: parallel.schedule = 'Interleaved1F1B' takes a multiple of the number of "
     "rounds, max(1, micro-batches // parallel.pp) (parallel.pp = 4); the nearest is 8 "
-    "or 10": 6,
+    "or 10": 7,
     "train.global_batch = 16 is not a multiple of 8 data-parallel ranks x "
-    "train.micro_batch = 4; use 32": 6,
+    "train.micro_batch = 4; use 32": 7,
     "parallel.cp = 4 does not divide the 2 key heads of gated delta nets on each rank; use 1, 2": 8,
     "parallel.cp = 8 does not divide the 4 key heads of gated delta nets on each rank; use"
     " 1, 2, 4": 8,
+    'data.mask_documents = True with data.objective = "span_corruption": spans are removed from'
+    " sequences without padding and document masks; leave it out": 66,
+    "parallel.sequence_parallel splits the 7 tokens of the encoder and the 13 of the decoder, of"
+    " train.seq_len = 14, over parallel.tp = 4; use train.seq_len = 16, or"
+    " parallel.sequence_parallel = false": 1,
+    **{
+        f"parallel.cp = {cp} with model.override.encoder_layers = 2: context parallelism has no"
+        " position biases; use 1, and parallel.tp for long sequences": n
+        for cp, n in ((2, 32), (4, 10), (8, 4))
+    },
     "parallel.tp = 8 does not divide model.n_heads = 4; use 1, 2, 4": 2,
     "model.override.rope_fraction = 0.25 rotates 1 elements of a head, but rope rotates"
     " pairs; use a fraction that gives an even number": 1,
