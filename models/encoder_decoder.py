@@ -41,7 +41,12 @@ from dtron.models.layers import norm
 
 
 def relative_buckets(
-    n_queries: int, n_keys: int, n_buckets: int, distance: int, causal: bool
+    n_queries: int,
+    n_keys: int,
+    n_buckets: int,
+    distance: int,
+    causal: bool,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Return the bucket of each query and key: int64 (T, S).
 
@@ -51,8 +56,8 @@ def relative_buckets(
         n_buckets: number of buckets; without `causal`, half of them are for later keys.
         distance: all distances from this one on are in one bucket.
     """
-    queries = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1)
-    ahead = torch.arange(n_keys).unsqueeze(0) - queries
+    keys = torch.arange(n_keys, device=device)
+    ahead = keys.unsqueeze(0) - keys[n_keys - n_queries :].unsqueeze(1)
     first = torch.zeros_like(ahead)
     if not causal:
         n_buckets //= 2
@@ -73,7 +78,7 @@ def relative_bias(
         table: (buckets, H), the bias of each head.
         n_queries, n_keys, distance: arguments of `relative_buckets`.
     """
-    index = relative_buckets(n_queries, n_keys, len(table), distance, causal).to(table.device)
+    index = relative_buckets(n_queries, n_keys, len(table), distance, causal, table.device)
     bias = F.embedding(index, table).permute(2, 0, 1)
     if causal:
         later = torch.ones(index.shape, dtype=torch.bool, device=index.device)

@@ -10,7 +10,13 @@ import pytest
 from dtron.config import Data
 from dtron.data import load_tokenizer, open_data
 from dtron.data.objectives import open_objective
-from dtron.data.objectives.spans import START, SpanCorruption, first_sentinel
+from dtron.data.objectives.spans import (
+    START,
+    SpanCorruption,
+    decode_spans,
+    encode_prompt,
+    first_sentinel,
+)
 from dtron.data.packing import IGNORE, Packed
 from dtron.errors import ConfigError
 from tests.data.test_objectives import differs_between_layouts
@@ -114,6 +120,14 @@ class WithSentinels:
 
     vocab_size = 50
 
+    eos_id = 1
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - ord("a") + 2 for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i - 2 + ord("a")) for i in ids)
+
     def token_id(self, token: str) -> int | None:
         return {"<extra_id_0>": 41, "<extra_id_1>": 40}.get(token)
 
@@ -123,3 +137,15 @@ def test_sentinels_of_a_vocabulary() -> None:
     assert first_sentinel(data, tokenizer, 64, 2) == 41  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"needs 3 sentinels, but the vocabulary"):
         first_sentinel(data, tokenizer, 64, 3)  # type: ignore[arg-type]
+
+
+def test_prompts_have_sentinels(make_data: MakeData, texts: list[str]) -> None:
+    """Of bytes and of a vocabulary with two sentinels; other ids above are text."""
+    data = make_data(texts)
+    for tokenizer, first, size in ((load_tokenizer(data), 319, 320), (WithSentinels(), 41, 64)):
+        ids = encode_prompt("ab<extra_id_1>c<extra_id_0>", data, tokenizer, size)  # type: ignore[arg-type]
+        assert ids[-4:] == [first - 1, tokenizer.encode("c")[0], first, tokenizer.eos_id]
+        text = decode_spans(ids[:-1], data, tokenizer, size)  # type: ignore[arg-type]
+        assert text == "ab<extra_id_1>c<extra_id_0>"
+    with pytest.raises(ConfigError, match="needs 3 sentinels"):
+        encode_prompt("<extra_id_2>", data, WithSentinels(), 64)  # type: ignore[arg-type]
