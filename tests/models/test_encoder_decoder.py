@@ -13,6 +13,7 @@ from dtron.errors import CheckpointError, ConfigError
 from dtron.models import MODELS, from_hf, model_config, to_hf
 from dtron.models.encoder_decoder import EncoderDecoder, greedy, relative_bias
 from dtron.models.flops import FlopsModel, flops_per_token
+from dtron.plan.exact import refusals
 from dtron.setup.rules import MachineCandidate, ModelCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens, varied
 
@@ -165,6 +166,11 @@ def test_flops_are_those_of_a_step() -> None:
     norms = 6 * dim * (spans.encoder * (2 + 1) + spans.decoder * (2 * 3 + 1)) / spans.text
     counted = flops_per_token(FlopsModel.of(config, spans=spans), spans.text, "full") - norms
     assert counter.get_total_flops() / (2 * spans.text) == pytest.approx(counted, rel=1e-3)
+
+
+def test_exact_plans_are_refused() -> None:
+    (reason,) = refusals(RunConfig.load(None, ["model.name=t5"]))
+    assert reason.startswith("an encoder before a decoder")
 
 
 @pytest.mark.parametrize(
