@@ -459,7 +459,7 @@ def _uneven_spans(run: ModelCandidate) -> Iterator[str]:
     if even(length):
         return
     sizes = data.span_lengths(length)
-    near = sorted(range(max(length // 2, 2), 2 * length), key=lambda n: abs(n - length))
+    near = (n for away in range(1, length - 1) for n in (length - away, length + away))
     legal = next((n for n in near if even(n)), None)
     yield (
         f"parallel.sequence_parallel splits the {sizes.encoder} tokens of the encoder and the "
