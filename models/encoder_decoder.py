@@ -22,8 +22,8 @@ owns them.
 
 Shapes: B sequences, S tokens of the encoder, T tokens of the decoder, D width, H heads, V
 vocabulary, E encoder layers.
-Sources: arXiv:1706.03762; T5, arXiv:1910.10683; relative positions arXiv:1803.02155; transformers'
-modeling_t5.py for buckets.
+Sources: arXiv:1706.03762; T5, arXiv:1910.10683; relative positions arXiv:1803.02155; buckets:
+T5Attention of transformers.
 """
 
 import math

@@ -6,7 +6,7 @@ biases, attention scores q k^T without a factor, relative position biases. Dropo
 and fine-tuning have 0.1 (`model.override.dropout`).
 
 Sources: arXiv:1910.10683; v1.1: google-research/text-to-text-transfer-transformer,
-released_checkpoints.md; initialisation of queries: mesh_tensorflow, transformer_layers.py.
+released_checkpoints.md; initialisation of queries: SelfAttention of mesh_tensorflow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

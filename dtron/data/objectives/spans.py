@@ -11,7 +11,7 @@ lengths of spans and of what is between them are random, each at least 1. A text
 that stay and ends with a span. Sentinels are counted down from the last id.
 
 Legend: L tokens of a text, S of the encoder, T of the decoder.
-Source: T5, arXiv:1910.10683, section 3.1.4; random_spans_noise_mask of its preprocessors.py.
+Source: T5, arXiv:1910.10683, section 3.1.4; random_spans_noise_mask of its code.
 """
 
 import itertools
