@@ -191,6 +191,11 @@ class Parallel(Section):
     etp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert tensor parallelism: ranks over which the hidden width of each expert is split. It is
     independent of tp; ep x etp divides dp_shard x cp x tp."""
+    encoder_tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Tensor parallelism of an encoder (of images), 1 or `tp`. 1: the cp x tp ranks of a
+    micro-batch encode different images, and their outputs are gathered; parameters of the encoder
+    are whole on each tp rank. `tp`: heads and hidden units of the encoder are split as the
+    decoder's; for large encoders, or for less than one image per rank."""
     dispatcher: Literal["all_to_all", "symmetric_memory", "bounded_all_to_all", "deepep"] = (
         "all_to_all"
     )

@@ -212,6 +212,12 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
+        "parallel.encoder_tp parallel.tp",
+        lambda c: c.parallel.encoder_tp in (1, c.parallel.tp),
+        "parallel.encoder_tp = {c.parallel.encoder_tp} is neither 1 nor parallel.tp = "
+        "{c.parallel.tp}; use one of these",
+    ),
+    Rule(
         "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
         needs="parallel.pp > 1",
     ),

@@ -103,6 +103,8 @@ def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Col
     found = list(_tensor(run, stage, domain)) if run.tp > 1 else []
     found += _context(run, stage, domain) if run.degrees["cp"] > 1 else []
     found += _experts(run, stage, domain)
+    if stage.embedding and run.encoder is not None:
+        found += _encoder(run, run.encoder, domain)
     return [c for c in found if c.ranks > 1 and c.count and c.size]
 
 
@@ -220,6 +222,26 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+def _encoder(run: Resolved, encoder: Resolved, domain: int) -> Iterator[Collective]:
+    """Yield the collectives inside the encoder, and those that gather its outputs."""
+    m, size = run.micro_batches, float(encoder.tokens * run.model.dim * run.element)
+    axes: tuple[tuple[Degree, bool], ...] = (("tp", run.between > 1), ("cp", True))
+    if encoder.tp > 1:
+        layers = tuple(range(run.model.vision_layers))
+        yield from _tensor(encoder, Stage(0, 0, False, layers, False), domain)
+        ranks, inside = group(run, ("tp",), domain)
+        # The projector's output; the gradient of its input, and that of partly read outputs.
+        yield Collective("tp", "all_reduce", size, m, "tp", ranks, inside)
+        backward = (activations.boundary(encoder), size if run.between > 1 else 0.0)
+        for n_bytes in backward if not run.frozen else ():
+            yield Collective("tp", "all_reduce", n_bytes, m, "tp", ranks, inside)
+    for axis, partial in axes[encoder.tp > 1 :]:
+        ranks, inside = group(run, (axis,), domain)
+        size *= ranks
+        for kind in ("all_gather", "reduce_scatter")[: 1 + (partial and not run.frozen)]:
+            yield Collective(axis, kind, size, m, axis, ranks, inside)
 
 
 def _again_in_chunks(run: Resolved, blocks: int) -> int:

@@ -130,7 +130,9 @@ def _offloaded_activations(run: Resolved, rank: int) -> float:
     if not run.config.recompute.offload:
         return 0.0
     kept = {
-        stage.index: sum(sum(activations.kept(run, layer).values()) for layer in stage.layers)
+        stage.index: sum(
+            sum(activations.kept(of, layer).values()) for of, layer in run.blocks(stage)
+        )
         for stage in run.stages_of(rank)
     }
     return sum(times * kept[stage] for stage, times in in_flight(run, rank).items())

@@ -104,6 +104,7 @@ class ModelBuilder:
             convert=self._conversion(),
             vocabulary=spec.vocabulary(self.setup.config),
             layout=self.setup.layout,
+            encoder=spec.encoder,
             replicas="step",
             context=self.context,
             experts=self._expert_layers(),

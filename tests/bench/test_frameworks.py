@@ -222,6 +222,7 @@ FREE = {
     "run.dir",
     "run.wait_seconds",
     "model.attention",
+    "parallel.encoder_tp",  # of models with an encoder, which have no row there
     "parallel.ep",  # of models with experts, which have no row there
     "parallel.etp",
     "parallel.zero",

@@ -358,11 +358,17 @@ HYBRID_CASES = [
     Case("qwen3_5", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
     Case("qwen3_5", 2, recompute=Recompute(mode="full", modules=["delta", "ffn"])),
     Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
-    Case("llava", 2, Parallel(tp=2), FULL, micro_batch=2),
+    Case("llava", 2, Parallel(tp=2), FULL, EAGER, micro_batch=2),
+    Case("llava", 4, Parallel(dp_shard=2, tp=2, encoder_tp=2), SELECTIVE, EAGER, sequences=4),
+    Case("llava", 4, Parallel(dp_shard=2, tp=2), Recompute(ffn_chunks=2), optimizer="adamw"),
     Case("llava", 2, Parallel(zero=3), override={"tied": True}, optimizer="adamw"),
     Case("llava", 4, Parallel(cp=2, tp=2, sequence_parallel=False), documents=True),
     Case("llava", 4, Parallel(pp=2, tp=2, schedule=V), packing="best_fit", documents=True),
     Case("llava", 4, Parallel(pp=2, cp=2), dtype="float64", loss_chunks=2),
+    # the encoder and the embedding on a stage of their own
+    Case("llava", 2, Parallel(pp=2, pp_layout=[0, 5]), recompute=SELECTIVE),
+    Case("llava", 4, Parallel(pp=2, tp=2, pp_layout="E|t*5L"), documents=True),
+    Case("llava", 4, Parallel(pp=4, pp_layout=[0, 1, 2, 2])),
     # with experts, and with a second token
     Case("qwen3_5_moe", 2, Parallel(tp=2, ep=2), override={"mtp": 1}, dtype="float64"),
     Case("qwen3_5_moe", 4, EXCHANGED_CONTEXT, documents=True, micro_batch=2),

@@ -45,7 +45,7 @@ from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.stages import SharedWeights
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import Row, sequence
-from dtron.parallelisms.tensor import async_tp, head_loss
+from dtron.parallelisms.tensor import async_tp, encoder, head_loss
 from dtron.parallelisms.tensor import tensor_parallel as tensor
 from dtron.training import expert_balancing as routing
 from dtron.training import loss, optim, step
@@ -644,6 +644,12 @@ def biases_of_first_heads() -> None:
     encoder_decoder.EncoderDecoder._tables = of_first  # type: ignore[method-assign]
 
 
+def image_gradients_summed_twice() -> None:
+    """Gradients that tp ranks compute alike are summed over tp as if they were parts."""
+    prepare = encoder.PrepareArgument
+    encoder.PrepareArgument = lambda *args: prepare(*args[:3], Partial())  # type: ignore
+
+
 def images_of_another_micro_batch() -> None:
     """Tokens of a micro-batch are placed from the images of the one before."""
     make, before = step.as_micro_batch, {}
@@ -785,7 +791,8 @@ NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
 HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
-IMAGES = Case("llava", 2, Parallel(tp=2), sequences=2)
+IMAGES = Case("llava", 2, Parallel(tp=2, encoder_tp=2), sequences=2)
+OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences=2)
 SPANS = Case("t5", 2, Parallel(pp=2, pp_layout="Ett|tttL"), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
@@ -878,6 +885,8 @@ BUGS = [
     Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(image_gradients_not_reduced, IMAGES, ENCODER),
+    Bug(image_gradients_summed_twice, OWN_IMAGES, ENCODER),
+    Bug(replicas_not_reduced, OWN_IMAGES, ENCODER),
     Bug(images_of_another_micro_batch, MANY_IMAGES, ALSO_LOSS),
     Bug(encoded_without_gradient, SPANS, r"gradient (embed|encoder_bias|blocks\.[01]\.).*"),
     Bug(biases_of_first_heads, replace(SPANS, parallel=Parallel(tp=2)), ALSO_LOSS),
