@@ -72,8 +72,10 @@ class ModelCandidate(Candidate):
 
     @property
     def _encoder_flops(self) -> float:
-        """FLOPs per token of an encoder, with as many images as fit into a sequence."""
+        """FLOPs per token of a vision encoder, with as many images as fit into a sequence."""
         length = self.config.train.seq_len
+        if not self.model.vision_layers:
+            return 0.0
         return FlopsModel.of(self.model).image_flops * images_that_fit(self.model, length) / length
 
     @property
