@@ -231,8 +231,13 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
             c.parallel.ep > 1
             and (c.parallel.bounded or "dispatcher" not in c.parallel.model_fields_set)
         ),
-        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all" '
-        'or "auto"',
+        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all", '
+        '"hierarchical" or "auto"',
+    ),
+    Rule(
+        "parallel.ep_inner",
+        lambda c: c.parallel.dispatcher == "hierarchical",
+        needs='parallel.dispatcher = "hierarchical"',
     ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(

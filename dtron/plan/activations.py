@@ -248,6 +248,8 @@ def _bytes(run: Resolved, row: SavedTensor) -> float:
     }[row.split]
     element = 1 if row.narrow else max(4, run.element) if row.wide else run.element
     more = expert_room(run) if row.arrived else 1.0
+    if row.results and run.config.parallel.dispatcher == "hierarchical":
+        more = expert_room(run) / run.experts["etp"]
     return more * row.width * element * run.tokens / shared
 
 

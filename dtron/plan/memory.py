@@ -31,7 +31,7 @@ from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.offloaded_states import bytes_on_host
 from dtron.plan.parameters import Unit, gathered_bytes, held, reductions, units
-from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
+from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows, pulls_rows
 
 CLASSES = (*replay.CLASSES, "buffers")
 
@@ -270,7 +270,7 @@ def _mailbox(run: Resolved) -> float:
 
     It has two buffers, each for the results of a rank's experts, which are never float8.
     """
-    if run.config.parallel.dispatcher != "symmetric_memory":
+    if not pulls_rows(run):
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
     return 2 * rows * run.model.dim * run.element

@@ -406,8 +406,8 @@ def expert_rows(run: Resolved) -> int:
 
 
 def pulls_rows(run: Resolved) -> bool:
-    """Whether token copies are dispatched through symmetric memory."""
-    pulls = run.config.parallel.dispatcher == "symmetric_memory"
+    """Whether token copies are dispatched through symmetric memory, at least inside hosts."""
+    pulls = run.config.parallel.dispatcher in ("symmetric_memory", "hierarchical")
     return pulls and run.experts["ep"] * run.experts["etp"] > 1
 
 
@@ -420,6 +420,6 @@ def expert_room(run: Resolved) -> float:
     if not parallel.bounded or ep * etp == 1:
         return float(etp)
     sent = expert_rows(run) // etp
-    if parallel.dispatcher == "symmetric_memory":
+    if pulls_rows(run):
         return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent
     return ep * etp * chunk_size(sent, ep, parallel.ep_capacity) / sent

@@ -26,7 +26,12 @@ from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored, reads_images
 from dtron.models.flops import FlopsModel, flops_per_token, images_that_fit
 from dtron.parallelisms.context.layout import layout_of
-from dtron.parallelisms.expert import bounded_all_to_all, deepep, symmetric_dispatch
+from dtron.parallelisms.expert import (
+    bounded_all_to_all,
+    deepep,
+    hierarchical,
+    symmetric_dispatch,
+)
 from dtron.parallelisms.expert.dispatchers import in_graphs, refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
@@ -301,6 +306,9 @@ def _check_dispatch(run: ModelCandidate) -> None:
     refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
     if parallel.dispatcher == "bounded_all_to_all":
         bounded_all_to_all.check_float8(config.float8.dispatch)
+    if parallel.dispatcher == "hierarchical":
+        bounded_all_to_all.check_float8(config.float8.dispatch, hierarchical.KEY)
+        hierarchical.check_inner(parallel.ep, parallel.ep_inner)
     if parallel.dispatcher == "deepep":
         deterministic, float8 = config.debug.deterministic, config.float8.dispatch
         deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
@@ -559,8 +567,8 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "each tp rank routes its own shard of the tokens; use true",
     ),
     Rule(
-        "parallel.dispatcher recompute.mode recompute.modules compile.enable debug.deterministic "
-        "float8.dispatch",
+        "parallel.dispatcher parallel.ep_inner recompute.mode recompute.modules compile.enable "
+        "debug.deterministic float8.dispatch",
         passes(_check_dispatch),
     ),
     Rule(

@@ -246,6 +246,7 @@ FREE = {
     "optim.adjust_lr_fn",
     "parallel.dispatcher",
     "parallel.ep_capacity",
+    "parallel.ep_inner",
     *(key for key, _, _ in fields(RunConfig) if key.startswith("checkpoint.")),  # none is saved
     *(key for key, _, _ in fields(RunConfig) if key.startswith("faults.")),  # dtron alone is slower
     "debug.collectives",  # of the first step

@@ -850,6 +850,7 @@ def expert_layers(case: Case) -> ExpertLayers:
         parallel.dispatcher,
         capacity=parallel.ep_capacity,
         float8=case.float8.dispatch,
+        inner=parallel.ep_inner,
     )
 
 

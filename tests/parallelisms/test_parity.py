@@ -95,6 +95,7 @@ EXPERT_AXES: Axes = {
         {"parallel": {"ep": 2}},
         {"parallel": {"ep": 2, "dispatcher": "symmetric_memory"}},
         {"parallel": {"ep": 2, "dispatcher": "bounded_all_to_all"}},
+        {"parallel": {"ep": 2, "dispatcher": "hierarchical", "ep_inner": 1}},
     ],
     "width": [{}, {"parallel": {"etp": 2}}],
     "tensor": [{}, {"parallel": {"tp": 2}}],
@@ -252,6 +253,7 @@ ALL_DENSE: dict[str, Any] = {
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
 EXCHANGED_CONTEXT = Parallel(tp=2, cp=2, ep=4, dispatcher="symmetric_memory")
+HOSTS: Any = {"ep": 4, "dispatcher": "hierarchical", "ep_inner": 2}
 BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all")
 EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)
 HEAD_OVERLAPPED = Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, async_tp=True)
@@ -314,6 +316,10 @@ EXPERT_CASES = [
     Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
     Case("deepseek_v3", 4, Parallel(cp=2, tp=2, ep=2), override=LIMITED, micro_batch=2, steps=1),
     Case("mixtral", 4, Parallel(pp=2, tp=2, ep=2, schedule="DualPipeV"), override=TIED),
+    # two hosts of two ranks, each of which shares experts or has some of its own
+    Case("deepseek_v3", 4, Parallel(**HOSTS, tp=2), SELECTIVE, EAGER, documents=True),
+    Case("gpt_oss", 4, Parallel(**{**HOSTS, "ep_inner": 1, "ep": 2}, etp=2), dtype="float64"),
+    Case("mixtral", 4, Parallel(**HOSTS), override=LIMITED, padded=True),
     # a second and a third token
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, dtype="float64"),
     Case("deepseek_v3", 2, Parallel(cp=2, ep=2), FULL, **PREDICTED, documents=True),
@@ -414,6 +420,7 @@ OVERLAP_CASES = [
     Case("mixtral", 4, Parallel(**TOGETHER, tp=2, **IN_MATMUL), loss_chunks=3, sequences=8),
     Case("gpt_oss", 4, Parallel(**TOGETHER, cp=2), FULL, padded=True),
     Case("mixtral", 2, Parallel(**TOGETHER), lora=Lora(rank=4), recompute=FULL),
+    Case("deepseek_v3", 4, Parallel(**{**TOGETHER, **HOSTS}), FULL, EAGER, sequences=8),
     Case(
         "deepseek_v3",
         4,
@@ -799,6 +806,7 @@ FLOAT8 = [
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
+    float8("tensorwise", 4, Parallel(**HOSTS), "mixtral", **EXPERTS8),
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # two micro-batches at once
     float8("rowwise", 2, Parallel(**TOGETHER), "mixtral", **EXPERTS8, recompute=FULL, sequences=6),
