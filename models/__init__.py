@@ -35,6 +35,7 @@ from dtron.models.qwen3_5 import QWEN3_5
 from dtron.models.qwen3_5_moe import QWEN3_5_MOE
 from dtron.models.qwen3_moe import QWEN3_MOE
 from dtron.models.spec import ModelSpec
+from dtron.models.t5 import T5
 
 __all__ = [
     "BACKENDS",
@@ -58,7 +59,7 @@ MODELS: dict[str, ModelSpec] = {
     for spec in (
         *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
         *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, NEMOTRON_H),
-        *(BERT, LLAVA),
+        *(BERT, LLAVA, T5),
     )
 }
 

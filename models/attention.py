@@ -190,8 +190,8 @@ def math_attention(
         q: (B, T, H, K).
         k: (B, S, G, K).
         v: (B, S, G, V).
-        mask: bool (B, 1, T, S), True: attend; None: all keys, or with `causal`, where S = T, the
-            keys up to the query's own.
+        mask: bool (B, 1, T, S), True: attend; or floats (B or 1, H, T, S) that are added to the
+            scores; None: all keys, or with `causal`, where S = T, the keys up to the query's own.
         scale: factor on q k^T.
         causal: used without a mask.
         drop: dropout of the attention weights; None: no dropout.
@@ -206,7 +206,8 @@ def math_attention(
     if mask is None and causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        additive = mask.is_floating_point()
+        scores = scores + mask if additive else scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1)
     if drop is not None and keys is not None:
         weights = drop(weights, keys)
@@ -394,6 +395,8 @@ class AttentionNeeds:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    relative: bool = False
+    """Add relative position biases to the scores."""
 
     @classmethod
     def of(
@@ -408,6 +411,7 @@ class AttentionNeeds:
             window=config.window,
             softcap=config.softcap,
             sinks=config.sinks,
+            relative=config.positions == "relative",
             **others,
         )
 
@@ -502,6 +506,9 @@ class Backend:
     """Whether the backend supports document masks."""
     dropout: bool = False
     """Whether the backend supports attention dropout."""
+    relative: bool = False
+    """Whether the backend supports masks of floats that are added to the scores, and computes their
+    gradient."""
     automatic: bool = True
     """Whether `auto` may choose the backend without document masks."""
     packs: bool = True
@@ -561,7 +568,14 @@ BACKENDS: dict[str, Backend] = {
             automatic=False,
             narrow_values=True,
         ),
-        Backend("sdpa", functools.partial(_sdpa, None), _always, _dense_mask, documents=True),
+        Backend(
+            "sdpa",
+            functools.partial(_sdpa, None),
+            _always,
+            _dense_mask,
+            documents=True,
+            relative=True,
+        ),
         Backend(
             "math",
             math_attention,
@@ -569,6 +583,7 @@ BACKENDS: dict[str, Backend] = {
             _dense_mask,
             documents=True,
             dropout=True,
+            relative=True,
             narrow_values=True,
             kernel="math",
         ),
@@ -612,6 +627,8 @@ def _lacks(row: Backend, needs: AttentionNeeds) -> str | None:
         return "does not support document masks (data.mask_documents)"
     if needs.dropout and not row.dropout:
         return "does not support attention dropout (model.override.attention_dropout)"
+    if needs.relative and not row.relative:
+        return 'does not support position biases (model.override.positions = "relative")'
     return None
 
 

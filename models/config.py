@@ -25,6 +25,12 @@ class LayerKind(NamedTuple):
     """The feed-forward layer, dense or a mixture of experts; empty: none."""
     mtp: bool = False
     """A block of multi-token prediction."""
+    encoder: bool = False
+    """A layer of an encoder before the decoder."""
+    normed: bool = False
+    """The encoder's last layer, whose output is normalised."""
+    cross: bool = False
+    """A layer of a decoder that also attends to the encoder's output."""
 
     @property
     def experts(self) -> bool:
@@ -63,7 +69,10 @@ class DecoderConfig(BaseModel):
     dim: int = Field(ge=1, le=2**20)
     """Width of the residual stream."""
     n_layers: int = Field(ge=1, le=MAX_LAYERS)
-    """Number of transformer blocks."""
+    """Number of transformer blocks, with those of an encoder."""
+    encoder_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    """n: the first n blocks are an encoder, the others a decoder that attends to its output
+    (arXiv:1706.03762), in models that have both (t5). 0: no encoder."""
     n_heads: int = Field(ge=1, le=2**16)
     """Number of query heads per block."""
     n_kv_heads: int = Field(ge=1, le=2**16)
@@ -73,9 +82,9 @@ class DecoderConfig(BaseModel):
     """Width of a head; 0: dim / n_heads."""
     ffn_dim: int = Field(default=0, ge=0, le=2**24)
     """Hidden width of the dense feed-forward layers; 0 if every layer has experts."""
-    activation: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2", "clamped_swiglu"] = (
-        "swiglu"
-    )
+    activation: Literal[
+        "swiglu", "geglu", "gelu", "gelu_exact", "relu", "relu2", "clamped_swiglu"
+    ] = "swiglu"
     """Activation of the feed-forward layers; swiglu, geglu and clamped_swiglu have a gate
     projection (dtron.models.layers.ACTIVATIONS)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -156,10 +165,15 @@ class DecoderConfig(BaseModel):
     rotated part of the key."""
     v_head_dim: int = Field(default=0, ge=0, le=2**16)
     """Latent attention: width of value heads, at most the width of query heads."""
-    positions: Literal["rope", "learned", "none"] = "rope"
+    positions: Literal["rope", "learned", "relative", "none"] = "rope"
     """`rope`: queries and keys are rotated by their position (arXiv:2104.09864). `learned`: a
-    position embedding is added to the token embedding. `none`: only the causal mask and recurrent
-    layers tell positions apart."""
+    position embedding is added to the token embedding. `relative`: each head adds a learned bias to
+    attention scores, by the distance of query and key (T5, arXiv:1910.10683). `none`: only the
+    causal mask and recurrent layers tell positions apart."""
+    relative_buckets: int = Field(default=32, ge=4, le=2**16)
+    """`positions = "relative"`: number of groups of distances that share a bias."""
+    relative_distance: int = Field(default=128, ge=2, le=2**31)
+    """`positions = "relative"`: all distances from this one on share a bias."""
     max_seq_len: int = Field(default=2048, ge=1, le=2**31)
     """Maximum sequence length with `positions = "learned"`, in tokens; the others have no limit."""
     token_types: int = Field(default=0, ge=0, le=2**16)
@@ -314,6 +328,10 @@ class DecoderConfig(BaseModel):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer, then of each MTP block."""
+        if self.encoder_layers:
+            encoder = [LayerKind(encoder=True)] * (self.encoder_layers - 1)
+            decoder = [LayerKind(cross=True)] * (self.n_layers - self.encoder_layers)
+            return (*encoder, LayerKind(encoder=True, normed=True), *decoder)
         pattern, ffn = self.layer_pattern, "experts" if self.n_experts else "dense"
         if pattern:
             layers = (PATTERN[pattern[layer % len(pattern)]] for layer in range(self.n_layers))
@@ -382,6 +400,8 @@ class DecoderConfig(BaseModel):
         """Number of parameters that no matmul uses: untied token embeddings, learned positions."""
         tokens = 0 if self.tied else self.vocab_size * self.dim
         positions = self.max_seq_len * self.dim if self.positions == "learned" else 0
+        if self.positions == "relative":
+            positions = 2 * self.relative_buckets * self.n_heads
         return tokens + positions + self.token_types * self.dim
 
     @model_validator(mode="after")

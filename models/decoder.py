@@ -342,16 +342,7 @@ class Decoder(nn.Module):
             self.type_embed = nn.Embedding(config.token_types, config.dim)
         self.embed_norm = norm(config, config.dim) if config.post_norm else None
         self.embed_drop = Dropout(config.dropout, EMBEDDING)
-        windows = (*config.windows, *[config.window] * config.mtp)
-        blocks = {**BLOCKS, LayerKind(): PostNormBlock} if config.post_norm else BLOCKS
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): blocks[kind](config, backend, window)
-                for layer, (kind, window) in enumerate(
-                    zip(config.layer_kinds, windows, strict=True)
-                )
-            }
-        )
+        self.blocks = self._build_blocks(config, backend)
         self.transform = HeadTransform(config) if config.post_norm else None
         self.norm = norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=config.post_norm)
@@ -360,6 +351,18 @@ class Decoder(nn.Module):
         if config.mtp:
             self.mtp_embed = nn.Embedding(config.vocab_size, config.dim)
             self.mtp_embed.weight = self.embed.weight
+
+    def _build_blocks(self, config: DecoderConfig, backend: Backend) -> nn.ModuleDict:
+        windows = (*config.windows, *[config.window] * config.mtp)
+        blocks = {**BLOCKS, LayerKind(): PostNormBlock} if config.post_norm else BLOCKS
+        return nn.ModuleDict(
+            {
+                str(layer): blocks[kind](config, backend, window)
+                for layer, (kind, window) in enumerate(
+                    zip(config.layer_kinds, windows, strict=True)
+                )
+            }
+        )
 
     def forward(
         self,

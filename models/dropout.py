@@ -17,7 +17,8 @@ Source: finaliser 21f0aaad/735a2d97 of github.com/skeeto/hash-prospector, issue 
 import torch
 from torch import Tensor, nn
 
-ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING, ROUTER = range(5)  # values of `site`
+# values of `site`
+ATTENTION_WEIGHTS, ATTENTION_OUTPUT, FFN_OUTPUT, EMBEDDING, ROUTER, CROSS_OUTPUT = range(6)
 
 _LOW = 0xFFFFFFFF
 _INCREMENT = 0x1E3779B9  # keeps the mixer away from its fixed point mix(0) = 0

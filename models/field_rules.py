@@ -214,6 +214,34 @@ def _wrong_encoder(config: "DecoderConfig") -> Iterator[str]:
                 yield f"{key} = {getattr(config, key)} conflicts with {setting}; use {value}"
 
 
+_NOT_IN_ENCODER_DECODERS = {
+    **{"causal": True, "post_norm": False, "sandwich_norms": False, "qk_norm": False},
+    **{"window": 0, "full_attention_every": 0, "softcap": 0.0, "sinks": False, "mtp": 0},
+    **{"output_gate": False, "delta_key_heads": 0, "kv_lora_rank": 0, "n_experts": 0},
+    **{"token_types": 0, "scale_embeddings": False, "logit_softcap": 0.0, "vision_layers": 0},
+}
+
+
+def _wrong_encoder_decoder(config: "DecoderConfig") -> Iterator[str]:
+    if not config.encoder_layers:
+        return
+    why = f"conflicts with encoder_layers = {config.encoder_layers}; use"
+    for key, value in _NOT_IN_ENCODER_DECODERS.items():
+        if getattr(config, key) != value:
+            yield f"{key} = {json.dumps(getattr(config, key))} {why} {json.dumps(value)}"
+    if config.encoder_layers >= config.n_layers:
+        yield (
+            f"encoder_layers = {config.encoder_layers} leaves no decoder in n_layers = "
+            f"{config.n_layers}; use at most {config.n_layers - 1}"
+        )
+    exact = config.relative_buckets // 4  # an encoder has half of the buckets for each direction
+    if config.relative_buckets % 4 or config.relative_distance <= 2 * exact:
+        yield (
+            f"relative_buckets = {config.relative_buckets} needs a multiple of 4, and "
+            f"relative_distance = {config.relative_distance} more than half of it; use 32 and 128"
+        )
+
+
 FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
     _divides("n_kv_heads", "n_heads"),
     Rule("dim n_heads head_dim", finds_none(_indivisible_dim)),
@@ -308,6 +336,21 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "causal post_norm window delta_key_heads mtp n_experts sandwich_norms",
         finds_none(_wrong_encoder),
     ),
+    Rule(
+        "encoder_layers positions",
+        lambda c: bool(c.encoder_layers) == (c.positions == "relative"),
+        lambda c: (
+            f"positions = {json.dumps(c.positions)} conflicts with encoder_layers = "
+            f"{c.encoder_layers}; use "
+            + ('"relative"' if c.encoder_layers else '"rope" or "learned"')
+        ),
+    ),
+    Rule(
+        f"encoder_layers n_layers relative_buckets relative_distance "
+        f"{' '.join(_NOT_IN_ENCODER_DECODERS)}",
+        finds_none(_wrong_encoder_decoder),
+    ),
+    _unused("relative_buckets relative_distance", "positions", ("relative",)),
     Rule(
         "output_gate kv_lora_rank",
         lambda c: not (c.output_gate and c.kv_lora_rank),

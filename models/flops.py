@@ -4,6 +4,8 @@
     causal   6 * P + 3 * L * H * (K + V) * S    half of the pairs: causal mask (Megatron-Bridge)
 
 Without a causal mask (BERT) all pairs count in both conventions.
+In an encoder-decoder (T5), tokens are those of a text, of which encoder and decoder read S and T
+per sequence. Each parameter counts S or T times, and all pairs of attention in both conventions.
 A frozen weight has no gradient and counts 4 instead of 6. Recurrent layers count, instead of the
 attention term, reads and writes of their states in both conventions: a gated delta net
 18 * K * V per value head (each token reads, writes and reads a state of K x V), Mamba-2 12 * K * P
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from dtron.config.data_section import SpanLengths
 from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.layers import ACTIVATIONS
 
@@ -53,8 +56,9 @@ class FlopsModel:
     n_heads: int
     qk_head_dim: int
     v_head_dim: int
-    state_flops: float = 0.0
-    """FLOPs per token of forward and backward in the states of all recurrent layers."""
+    fixed_flops: float = 0.0
+    """FLOPs per token of forward and backward whatever the attended length: in the states of
+    recurrent layers, and of attention in an encoder-decoder."""
     causal: bool = True
     """Whether the causal convention counts half of the pairs; false: all pairs in both."""
     frozen_params: int = 0
@@ -63,25 +67,52 @@ class FlopsModel:
     """FLOPs per image of forward and backward in vision encoder and projector."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, adapters: int = 0) -> Self:
+    def of(cls, config: DecoderConfig, adapters: int = 0, spans: SpanLengths | None = None) -> Self:
         """Return the sizes of a decoder; `matmul_params` includes norms and biases.
 
         Args:
             adapters: parameters of the adapters that are active for a token; if there are any,
                 all others are frozen.
+            spans: lengths of corrupted texts, required by an encoder-decoder.
         """
+        if config.encoder_layers:
+            assert spans is not None, "an encoder-decoder reads parts of a text"
+            return cls._of_encoder_decoder(config, adapters, spans)
         own = n_active_parameters(config) - config.lookup_params - n_vision_parameters(config)
         own += config.mtp * config.vocab_size * config.dim
         return cls(
             matmul_params=own + adapters,
             frozen_params=own if adapters else 0,
             n_layers=config.n_layers_of("attention"),
-            state_flops=3 * sum(state_flops(config, kind) for kind in config.layer_kinds),
+            fixed_flops=3 * sum(state_flops(config, kind) for kind in config.layer_kinds),
             n_heads=config.n_heads,
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
             causal=config.causal,
             image_flops=(1 if adapters else 3) * image_flops(config),
+        )
+
+    @classmethod
+    def _of_encoder_decoder(cls, config: DecoderConfig, adapters: int, spans: SpanLengths) -> Self:
+        encoder, decoder = config.encoder_layers, config.n_layers - config.encoder_layers
+        n_encoder, n_decoder = spans.encoder, spans.decoder
+        layer = _attention(config) + _feed_forward(config, config.ffn_dim)
+        layer += 2 * _norm(config, config.dim)
+        keys = 2 * _linear(config, config.dim, config.n_kv_heads * config.head_size)
+        queries = _attention(config) - keys + _norm(config, config.dim)
+        read = n_encoder * (encoder * layer + _norm(config, config.dim) + decoder * keys)
+        read += n_decoder * (decoder * (layer + queries) + _norm(config, config.dim))
+        read += n_decoder * config.vocab_size * config.dim
+        pairs = encoder * n_encoder**2 + decoder * n_decoder * (n_decoder + n_encoder)
+        own = round(read / spans.text)
+        return cls(
+            matmul_params=own + adapters,
+            frozen_params=own if adapters else 0,
+            n_layers=0,
+            fixed_flops=12 * config.n_heads * config.head_size * pairs / spans.text,
+            n_heads=config.n_heads,
+            qk_head_dim=config.head_size,
+            v_head_dim=config.v_head_size,
         )
 
 
@@ -92,6 +123,10 @@ def n_parameters(config: DecoderConfig) -> int:
     if config.positions == "learned":
         embeddings += config.max_seq_len * config.dim
     embeddings += config.token_types * config.dim
+    if config.encoder_layers:
+        cross = _attention(config) + _norm(config, config.dim)
+        layers += (config.n_layers - config.encoder_layers) * cross + _norm(config, config.dim)
+        embeddings += 2 * config.relative_buckets * config.n_heads
     if config.post_norm:  # of embeddings and before the head; biases of transform and head
         embeddings += _norm(config, config.dim)
         embeddings += config.dim * (config.dim + 1) + config.vocab_size
@@ -228,7 +263,7 @@ def flops_per_token(
     weights = 6 * model.matmul_params - 2 * model.frozen_params
     passes = _PASSES[convention if model.causal else "full"]
     attention = passes * model.n_layers * heads * attended
-    return weights + attention + model.state_flops + images * model.image_flops
+    return weights + attention + model.fixed_flops + images * model.image_flops
 
 
 def attended_by_layers(length: int, windows: Sequence[int]) -> float:

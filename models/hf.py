@@ -46,6 +46,9 @@ class WeightName:
     """Index of dtron's rows in the tensor of transformers (after the swap); None: the same rows."""
     dim: int = 0
     """The dim that `rows` indexes; the dim of `{expert}` does not count."""
+    layers: Callable[[DecoderConfig], range] | None = None
+    """Config -> layers of dtron that have this name, which transformers counts from 0; None: all
+    layers."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def weight_locations(
             kept = tensor.dtype if id(tensor) in buffers else None
             names = [
                 replace(each, theirs=_mtp_name(hf, mtp, each.theirs), dtype=kept)
-                for each in _locations(hf, fqn, tuple(tensor.shape))
+                for each in _locations(hf, config, fqn, tuple(tensor.shape))
             ]
             found[fqn] = next((n for n in names if n.tensor_names()[0] in stored), names[0])
     return found
@@ -97,12 +97,16 @@ def _mtp_name(hf: HuggingFace, mtp: Mapping[str, str], theirs: str) -> str:
     return hf.mtp_prefix + mtp[first] + theirs.removeprefix(first)
 
 
-def locate(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> WeightLocation:
+def locate(
+    hf: HuggingFace, config: DecoderConfig, fqn: str, shape: tuple[int, ...]
+) -> WeightLocation:
     """Return the location of a parameter of dtron in the tensors of transformers."""
-    return next(_locations(hf, fqn, shape))
+    return next(_locations(hf, config, fqn, shape))
 
 
-def _locations(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> Iterator[WeightLocation]:
+def _locations(
+    hf: HuggingFace, config: DecoderConfig, fqn: str, shape: tuple[int, ...]
+) -> Iterator[WeightLocation]:
     """Yield the locations of a parameter, in the order of `HuggingFace.names`; at least one."""
     path, _, kind = fqn.rpartition(".")
     known = False
@@ -114,6 +118,11 @@ def _locations(hf: HuggingFace, fqn: str, shape: tuple[int, ...]) -> Iterator[We
                     for star, part in zip(name.ours.split("."), candidate.split("."), strict=True)
                     if star == "*"
                 ]
+                if name.layers is not None:
+                    own = name.layers(config)
+                    if int(layers[0]) not in own:
+                        continue
+                    layers = [str(own.index(int(layers[0])))]
                 theirs = name.theirs.replace("*", layers[0] if layers else "*") + suffix
                 known = True
                 yield WeightLocation(shape, name, theirs)
@@ -348,7 +357,7 @@ class HFFolder:
         copies = dict(self._hf.copies(self.config))
         reason = ", of which it must be a copy"
         if self.config.tied:
-            head = locate(self._hf, "head.weight", ()).theirs
+            head = locate(self._hf, self.config, "head.weight", ()).theirs
             copies = dict.fromkeys([head, *copies], "embed.weight")
             reason = f", but {CONFIG} ties them; to load both, set tie_word_embeddings to false"
         if key not in copies:

@@ -108,6 +108,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu": Activation(_gelu, gated=True),
     "gelu": Activation(_gelu, gated=False),
     "gelu_exact": Activation(F.gelu, gated=False),
+    "relu": Activation(F.relu, gated=False),
     "relu2": Activation(_relu2, gated=False),
     "clamped_swiglu": Activation(_clamped_silu, gated=True, linear=_clamped_linear),
 }

@@ -7,7 +7,7 @@ Each matmul is x (tokens, k) times a weight (k, n). Tensor parallelism splits th
     none      the weight is replicated; a rank multiplies its own tokens (sequence parallelism)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtron.models.config import DecoderConfig, LayerKind
@@ -35,6 +35,8 @@ def layer_matmuls(model: DecoderConfig, kind: LayerKind) -> list[Matmul]:
     found = [Matmul("merge", 2 * d, d, "none")] if kind.mtp else []
     if kind.mixer:
         found += _MIXERS[kind.mixer](model)
+    if kind.cross:
+        found += _cross_attention(model)
     if not kind.experts:
         return found + (_feed_forward(model, "ffn", model.ffn_dim) if kind.ffn else [])
     found += _feed_forward(model, "experts", model.expert_dim)
@@ -54,6 +56,12 @@ def _attention(model: DecoderConfig) -> list[Matmul]:
     if model.output_gate:
         found.append(Matmul("wg", model.dim, q, "columns"))
     return [*found, Matmul("wo", q, model.dim, "rows")]
+
+
+def _cross_attention(model: DecoderConfig) -> list[Matmul]:
+    """Return the matmuls of a decoder's attention to an encoder; `cross.kv` reads its tokens."""
+    names = {"wq": "wq", "wk": "kv.wk", "wv": "kv.wv", "wo": "wo"}
+    return [replace(each, module=f"cross.{names[each.module]}") for each in _attention(model)]
 
 
 def _gated_delta_net(model: DecoderConfig) -> list[Matmul]:

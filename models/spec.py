@@ -32,9 +32,11 @@ from dtron.parallelisms.placement import (
 
 
 def embedding_modules(config: DecoderConfig) -> tuple[str, ...]:
-    """Return the names of the modules that embed tokens, positions and token types."""
+    """Return the names of the modules of tokens, token types and positions before the layers."""
     absent = {
         "position_embed": config.positions != "learned",
+        "encoder_bias": not config.encoder_layers,
+        "decoder_bias": not config.encoder_layers,
         "type_embed": not config.token_types,
         "embed_norm": not config.post_norm,
     }
@@ -95,6 +97,8 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "embed": rowwise(output=between),
         "position_embed": looked_up,
         "type_embed": looked_up,
+        "encoder_bias": colwise(),
+        "decoder_bias": colwise(),
         "embed_norm": tokenwise,
         "embed_drop": keyed,
         "blocks.*.attn_norm": tokenwise,
@@ -110,6 +114,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.*_post_norm": tokenwise,
         "blocks.*.ffn_drop": keyed,
         **(_mtp_rows(between, tokenwise) if config.mtp else {}),
+        **(_cross_rows(config, between, tokenwise, keyed) if config.encoder_layers else {}),
         "transform.dense": tokenwise,
         "norm": tokenwise,
         "head": colwise(inputs=between),
@@ -117,6 +122,8 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
     absent = {
         "position_embed": config.positions != "learned",
         "type_embed": not config.token_types,
+        "encoder_bias": not config.encoder_layers,
+        "decoder_bias": not config.encoder_layers,
         "embed_norm": not config.post_norm,
         "transform.dense": not config.post_norm,
         "blocks.*.attn.sinks": not config.sinks,
@@ -214,6 +221,27 @@ def _mtp_rows(between: Placement, tokenwise: Row) -> dict[str, Row]:
     own = dict.fromkeys(("token_norm", "hidden_norm", "merge", "norm"), tokenwise)
     rows = {f"blocks.*.{name}": row for name, row in own.items()}
     return {"mtp_embed": rowwise(output=between), **rows}
+
+
+def _cross_rows(
+    config: DecoderConfig, between: Placement, tokenwise: Row, keyed: Row
+) -> dict[str, Row]:
+    """Return the tp placements of a decoder's attention to its encoder.
+
+    Each layer gathers the encoder's output for its keys and values.
+    """
+    cross = "blocks.*.cross"
+    return {
+        f"blocks.{config.encoder_layers - 1}.norm": tokenwise,
+        "blocks.*.cross_norm": tokenwise,
+        f"{cross}.wq": colwise(inputs=between),
+        f"{cross}.kv": prepare_input(between),
+        f"{cross}.kv.*": colwise(),
+        f"{cross}.kv.w[kv]": whole_heads(config.n_kv_heads),
+        f"{cross}.drop": heads(dim=1),
+        f"{cross}.wo": rowwise(output=between),
+        "blocks.*.cross_drop": keyed,
+    }
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,13 @@ FOLDERS |= {"parallelisms": "dtron.parallelisms", "float8": "dtron.float8"}
 # Rooms from the lowest: what each may import of dtron, errors and itself apart.
 _FILES = {"io"}
 _SETTINGS = _FILES | {"config"}
-_MODELS = _FILES | {"kernels", "parallelisms.placement", "config.schema", "config.rule"}
+_MODELS = _FILES | {
+    "kernels",
+    "parallelisms.placement",
+    "config.schema",
+    "config.rule",
+    "config.data_section",
+}
 _PASSES = _SETTINGS | {"kernels"}
 _RUN = _SETTINGS | {"kernels.torch_internals", "models", "parallelisms", "faults"}
 _CHECKPOINT = _SETTINGS | {"run", "lora", "models", "data", "parallelisms"}

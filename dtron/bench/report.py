@@ -127,7 +127,7 @@ def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict
         statistics.fmean(x for run in runs for x in run.times[key][options.timed])
         for key in ("attended", "images")
     )
-    sizes = flops_model(config.model.name, model, config.lora)
+    sizes = flops_model(config, model)
     return {name: flops_per_token(sizes, attended, name, images) for name in CONVENTIONS}
 
 

@@ -229,10 +229,10 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
             f"{checkpoint} has no adapters: its run had lora.rank = 0; use dtron convert to-hf"
         )
     hf, reader = hf_of(initial.name), ShardReader(initial.path)
-    found = adapters(initial.name, initial.config, initial.lora)
-    sources = {
-        theirs: f"model.{fqn}" for fqn, theirs in tensor_names(hf, found, initial.lora).items()
-    }
+    model = initial.config
+    found = adapters(initial.name, model, initial.lora)
+    names = tensor_names(hf, model, found, initial.lora)
+    sources = {theirs: f"model.{fqn}" for fqn, theirs in names.items()}
     specs = {
         theirs: TensorSpec(reader.dtype(ours), tuple(reader.index.tensors[ours].size))
         for theirs, ours in sources.items()
@@ -246,7 +246,7 @@ def to_peft_folder(checkpoint: Location, out: Path, name: str = "") -> None:
     with _new_folder(out) as partial:
         if dist.get_rank() == 0:
             write_tensors(partial / peft.WEIGHTS, specs, get, {"format": "pt"})
-            content = json.dumps(peft.config_json(hf, found, initial.lora, base), indent=2)
+            content = json.dumps(peft.config_json(hf, model, found, initial.lora, base), indent=2)
             write_atomically(partial / peft.CONFIG, content + "\n")
     log.info("wrote %s of %s to %s", counted(len(found), "adapter"), checkpoint, out)
 

@@ -1,6 +1,6 @@
 """The section `data` of a config."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
@@ -10,6 +10,27 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 """Name of a source in metrics and checkpoints."""
 Format = Literal["text", "chat", "prompt_completion", "image_text"]
 SourcePaths = Annotated[tuple[StatedPath, ...], Field(strict=False, min_length=1)]
+
+
+class SpanLengths(NamedTuple):
+    """Numbers of tokens of a sequence of which spans are removed; the same for all sequences."""
+
+    text: int
+    """Tokens of the text: `train.seq_len`."""
+    removed: int
+    """Tokens of all spans."""
+    spans: int
+    """Number of spans, at least 1."""
+
+    @property
+    def encoder(self) -> int:
+        """Tokens that the encoder reads: the rest, a sentinel for each span, and EOS."""
+        return self.text - self.removed + self.spans + 1
+
+    @property
+    def decoder(self) -> int:
+        """Tokens that the decoder predicts: spans, each after its sentinel, and EOS."""
+        return self.removed + self.spans + 1
 
 
 class MixtureSource(Section):
@@ -101,11 +122,15 @@ class Data(Section):
     `pad`, only documents longer than a sequence are split, and labels never cross documents."""
     mask_documents: bool = False
     """Restrict attention to each document, and restart positions at its first token."""
-    objective: Literal["auto", "next_token", "masked"] = "auto"
+    objective: Literal["auto", "next_token", "masked", "span_corruption"] = "auto"
     """What the model predicts. `next_token`: each token from those before it. `masked`: tokens of
-    which it sees a mask, from all other tokens. `auto`: that for which the model is built."""
+    which it sees a mask, from all other tokens. `span_corruption`: spans of tokens, from the text
+    without them, which an encoder reads (T5). `auto`: that for which the model is built."""
     mask_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Probability that a token is predicted, with `objective = "masked"`."""
+    """Probability that a token is predicted, with `objective = "masked"`; with "span_corruption"
+    the fraction of a sequence's tokens."""
+    mask_span: float = Field(default=3.0, ge=1, le=1e6)
+    """Mean number of tokens of a span, with `objective = "span_corruption"`."""
     mask_token: Text = ""
     """Token that masks others; empty: the first usual one in the vocabulary, such as [MASK]."""
     max_document_mb: float = Field(default=128.0, gt=0, le=10_000)
@@ -177,6 +202,12 @@ class Data(Section):
         if validation_fraction is not None:
             changed["validation_fraction"] = validation_fraction
         return self.model_copy(update=changed)
+
+    def span_lengths(self, seq_len: int) -> "SpanLengths":
+        """Return the lengths of a text of `seq_len` tokens with `objective = "span_corruption"`."""
+        removed = min(max(round(seq_len * self.mask_fraction), 1), seq_len - 1)
+        spans = min(max(round(removed / self.mask_span), 1), removed, seq_len - removed)
+        return SpanLengths(seq_len, removed, spans)
 
     @property
     def masked(self) -> bool:

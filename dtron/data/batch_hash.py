@@ -19,7 +19,8 @@ def fingerprint(batches: Iterable[Batch]) -> int:
     """
     total = 0
     for batch in batches:
-        tokens = batch.tokens.numpy().astype(np.uint64)
+        parts = [x for x in (batch.tokens, batch.encoder_tokens) if x is not None]
+        tokens = np.concatenate([x.numpy() for x in parts], axis=1).astype(np.uint64)
         places = np.arange(tokens.shape[1], dtype=np.uint64)[None, :]
         rows = hash64(batch.sequence.numpy())[:, None]
         hashed = hash64(hash64(rows ^ places) ^ tokens)

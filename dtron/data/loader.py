@@ -66,6 +66,9 @@ class Batch:
     """uint8 (N, 3, S, S), images of all rows, in RGB; None: data without images"""
     image_index: Tensor | None = None
     """int64 (B, T, 2), (image, index among its tokens) of each token; (-1, -1): text"""
+    encoder_tokens: Tensor | None = None
+    """int64 (B, S), tokens that an encoder reads; `tokens` are those of its decoder. None: the
+    model has none"""
     sources: Tensor | None = None
     """bool (B, S), whether a row is from each of the S sources of a mixture; None: no mixture"""
 
@@ -292,7 +295,7 @@ def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
     """Stack the sequences `rows` to a Batch."""
     packed = [read(k) for k in rows]
     images, image_index = _images(packed)
-    masked = packed[0].documents is not None
+    masked, encoded = (x is not None for x in (packed[0].documents, packed[0].encoder_tokens))
     return Batch(
         tokens=_field(packed, "tokens"),
         labels=_field(packed, "labels"),
@@ -303,6 +306,7 @@ def stacked(read: Callable[[int], Packed], rows: range) -> Batch:
         pieces=_field(packed, "pieces") if packed[0].pieces is not None else None,
         images=images,
         image_index=image_index,
+        encoder_tokens=_field(packed, "encoder_tokens") if encoded else None,
         sources=_sources([row.source for row in packed if row.source is not None]),
     )
 

@@ -58,6 +58,8 @@ class Packed:
     """uint8 (n, 3, S, S), images of the sequence, in RGB; None: data without images"""
     image_index: np.ndarray | None = None
     """int64 (T, 2), (image, index among its tokens) of each token; (-1, -1): text"""
+    encoder_tokens: np.ndarray | None = None
+    """int64 (S,), tokens that an encoder reads; None: the model has none"""
     source: tuple[int, int] | None = None
     """(index, n): the source, among the n of a mixture by name; None: no mixture"""
 

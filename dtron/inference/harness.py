@@ -124,8 +124,13 @@ def run_tasks(
         Results of lm-eval (`results`, `configs`, `versions`, ...); on ranks other than the first
         of a host, an empty dict.
     Raises:
-        ConfigError: the data of a task cannot be loaded.
+        ConfigError: the data of a task cannot be loaded, or the model has an encoder.
     """
+    if loaded.tokens.model.config.encoder_layers:
+        raise ConfigError(
+            f"--tasks with model.name = {loaded.config.model.name}: dtron eval runs tasks on "
+            "decoders only; use dtron convert to-hf and lm_eval --model hf"
+        )
     run: Any = simple_evaluate  # its decorator hides the arguments
     try:
         found = run(

@@ -63,6 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     with process_group(place, _TIMEOUT_SECONDS, meet(place, _TIMEOUT_SECONDS).store):
         initial = open_initial(find_weights(given.checkpoint))
         check_named(initial.path, initial.name, given.model, "add --model ")
+        if initial.config.encoder_layers:
+            raise ConfigError(
+                f"{given.checkpoint}: dtron serve-check does not compare encoder-decoders; use "
+                "dtron convert to-hf"
+            )
         with _exported(initial.path, given) as folder:
             tokens = _tokens(given, initial)
             passed = [_compare(name, initial, folder, tokens, place.device) for name in BOUNDS]

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dtron.config import Lora
+from dtron.config import Lora, RunConfig
 from dtron.errors import nearest
 from dtron.io.safetensors_file import Region
 from dtron.kernels.grouped import grouped_matmul
@@ -154,9 +154,10 @@ def n_adapter_parameters(
     return round(total)
 
 
-def flops_model(name: str, model: DecoderConfig, settings: Lora) -> FlopsModel:
+def flops_model(config: RunConfig, model: DecoderConfig) -> FlopsModel:
     """Return the sizes that determine the FLOPs of a run's model, with adapters if it has any."""
-    return FlopsModel.of(model, n_adapter_parameters(name, model, settings, active=True))
+    active = n_adapter_parameters(config.model.name, model, config.lora, active=True)
+    return FlopsModel.of(model, active, config.data.span_lengths(config.train.seq_len))
 
 
 def wrong_modules(name: str, model: DecoderConfig, settings: Lora) -> Iterator[str]:

@@ -22,6 +22,7 @@ from dtron.errors import CheckpointError, counted
 from dtron.io.filesystem import read_json
 from dtron.io.safetensors_file import Region, StoredTensors, full_region, reading
 from dtron.lora.adapters import Adapted
+from dtron.models.config import DecoderConfig
 from dtron.models.hf import HuggingFace
 from dtron.models.hf_weights import locate
 
@@ -40,13 +41,13 @@ _UNCHANGED = (None, True, False, "gaussian", "eva", "orthogonal")
 subtract the adapter's first product from them."""
 
 
-def module_of(hf: HuggingFace, adapted: Adapted) -> str:
+def module_of(hf: HuggingFace, model: DecoderConfig, adapted: Adapted) -> str:
     """Return the module of transformers that an adapter belongs to.
 
     Raises:
         CheckpointError: PEFT has no name for the adapter.
     """
-    found = locate(hf, adapted.weight, adapted.shape)
+    found = locate(hf, model, adapted.weight, adapted.shape)
     if found.stacked or found.name.transposed or found.name.rows or len(adapted.shape) > 2:
         raise CheckpointError(
             f"{adapted.name} is no linear layer of its own in {hf.architecture} of transformers, "
@@ -56,17 +57,21 @@ def module_of(hf: HuggingFace, adapted: Adapted) -> str:
     return found.theirs.removesuffix(".weight")
 
 
-def tensor_names(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora) -> dict[str, str]:
+def tensor_names(
+    hf: HuggingFace, model: DecoderConfig, adapted: Iterable[Adapted], lora: Lora
+) -> dict[str, str]:
     """Return {FQN of a parameter: its name in PEFT's file}; errors: those of `module_of`."""
     found = {}
     for each in adapted:
-        module = module_of(hf, each)
+        module = module_of(hf, model, each)
         for fqn, end in zip(each.parameters(lora), _NAMES, strict=False):
             found[fqn] = f"{_PREFIX}{module}.{end}"
     return found
 
 
-def config_json(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora, base: str) -> dict:
+def config_json(
+    hf: HuggingFace, model: DecoderConfig, adapted: Iterable[Adapted], lora: Lora, base: str
+) -> dict:
     """Return the content of adapter_config.json.
 
     Args:
@@ -75,7 +80,7 @@ def config_json(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora, base: s
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_2_SEQ_LM" if model.encoder_layers else "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": alpha,
@@ -84,7 +89,7 @@ def config_json(hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora, base: s
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": [module_of(hf, each) for each in adapted],
+        "target_modules": [module_of(hf, model, each) for each in adapted],
     }
 
 
@@ -107,7 +112,14 @@ class PeftFolder:
             file and the key or tensor.
     """
 
-    def __init__(self, path: Path, hf: HuggingFace, adapted: Iterable[Adapted], lora: Lora) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hf: HuggingFace,
+        model: DecoderConfig,
+        adapted: Iterable[Adapted],
+        lora: Lora,
+    ) -> None:
         self.path, self.file, adapted = path, path / WEIGHTS, list(adapted)
         if not (path / CONFIG).is_file() or not self.file.is_file():
             raise CheckpointError(
@@ -115,7 +127,7 @@ class PeftFolder:
                 "PEFT or dtron convert to-peft has written"
             )
         self._check_config(read_json(path / CONFIG), lora)
-        names = tensor_names(hf, adapted, lora)
+        names = tensor_names(hf, model, adapted, lora)
         shapes = {fqn: shape for each in adapted for fqn, shape in each.parameters(lora).items()}
         self.ours = {fqn: _Factor(names[fqn], shape) for fqn, shape in shapes.items()}
         with reading(self.file):

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from dtron.lora.dora import MAGNITUDE
 from dtron.models import model_spec
+from dtron.models.config import LayerKind
 from dtron.models.vision import CHANNELS
 from dtron.plan.float8_inputs import FUSED, Float8Block, in_float8
 from dtron.plan.parameters import parameters
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
 from dtron.plan.saved_tensors import (
+    ENCODED,
     IN_CHUNKS,
     NONE,
     SELECTIVE,
@@ -77,7 +79,21 @@ def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     Values of latent attention count as padded only with cp > 1: the first choices of
     `model.attention = "auto"` pad them only then.
     """
-    return block(run.model, run.kind(layer), run.degrees["cp"] > 1)
+    kind = run.kind(layer)
+    return _of_own_tokens(run, kind, block(run.model, kind, run.degrees["cp"] > 1))
+
+
+def _of_own_tokens(
+    run: Resolved, kind: LayerKind, rows: tuple[SavedTensor, ...]
+) -> tuple[SavedTensor, ...]:
+    """Return a layer's rows, in an encoder-decoder with widths per token of the text."""
+    if not run.model.encoder_layers:
+        return rows
+    return tuple(
+        replace(row, width=row.width * run.share(kind, row.encoded))
+        for row in rows
+        if row.module != ENCODED or run.tp > 1
+    )
 
 
 def _rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
@@ -195,7 +211,8 @@ def deferred(run: Resolved, layer: int) -> tuple[list[int], list[int]]:
     gradients of matmul results and, in float8, inputs that are cast again.
     """
     reads = [row for row in _rows(run, layer) if row.read]
-    queued = list(output_gradients(run.model, run.kind(layer)))
+    kind = run.kind(layer)
+    queued = list(_of_own_tokens(run, kind, output_gradients(run.model, kind)))
     if queues_float8(run, layer):
         # Experts' weight gradients are in the dtype of computation (float8/recipes.py).
         cast = [row for row in reads if row.module != "experts" and not (row.narrow and row.modes)]
@@ -272,7 +289,7 @@ def context_gradients(run: Resolved, layer: int) -> float:
 
 def boundary(run: Resolved) -> float:
     """Bytes of the hidden states between two layers, per micro-batch on a rank."""
-    return run.model.dim * run.element * run.tokens / run.between
+    return run.model.dim * run.element * run.hidden_tokens / run.between
 
 
 def ends_of_encoder(run: Resolved, encoder: Resolved) -> int:
@@ -286,7 +303,7 @@ def ends_of_encoder(run: Resolved, encoder: Resolved) -> int:
 
 def logits_gradient(run: Resolved) -> int:
     """Bytes of one prediction head's logits gradient, per micro-batch on a rank."""
-    return run.element * run.tokens * -(-run.model.vocab_size // run.tp)
+    return run.element * run.predicted * -(-run.model.vocab_size // run.tp)
 
 
 def loss_tensors(run: Resolved) -> list[int]:
@@ -303,7 +320,7 @@ def loss_tensors(run: Resolved) -> list[int]:
     chunks, predictions = run.config.train.loss_chunks, 1 + run.model.mtp
     padding = -vocabulary % EVEN if chunks > 1 else 0
     vocabulary += padding
-    each = -(-run.tokens // chunks) * vocabulary
+    each = -(-run.predicted // chunks) * vocabulary
     several = run.model.mtp if chunks == 1 else 0
     waiting = several * (4 + run.element) + (run.element if several else 0)
     found = [run.element * each] * (1 if chunks > 1 else 2 * (1 + several))
@@ -312,7 +329,7 @@ def loss_tensors(run: Resolved) -> list[int]:
     if chunks > 1:
         dim = run.model.dim
         found += [4 * dim * vocabulary, run.element * dim * vocabulary]
-        found.append(run.element * dim * run.tokens * predictions)
+        found.append(run.element * dim * run.predicted * predictions)
     if padding:
         found.append(run.element * dim * vocabulary)
     if run.model.logit_softcap:  # what its backward reads: the tanh, or a chunk's capped logits

@@ -106,6 +106,7 @@ def matmuls(run: Resolved, kind: LayerKind) -> list[ShardedMatmul]:
             found.append(ShardedMatmul("experts", *shape, groups, frozen=frozen))
         else:
             tokens = own if each.split == "none" else run.tokens
+            tokens = round(tokens * run.share(kind, each.module.startswith("cross.kv.")))
             float8 = eight and each.module not in ("router", "shared_gate")
             shape = (tokens, *each.sharded(run.tp))
             found.append(ShardedMatmul(each.module, *shape, 1, float8, frozen))
@@ -132,6 +133,10 @@ def attention_flops(run: Resolved, layer: int) -> float:
     if (kind := run.kind(layer)).mixer != "attention":
         return state_flops(run.model, kind) * run.tokens / run.tp
     model, length = run.model, run.config.train.seq_len
+    if model.encoder_layers:
+        encoder, decoder = run.share(kind, encoded=True), run.share(LayerKind(cross=True))
+        pairs = 2 * encoder**2 if kind.encoder else decoder * (decoder + 2 * encoder)
+        return 2.0 * model.n_heads * model.head_size // run.tp * pairs * run.tokens * length
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length * (1 if model.causal else 2)
     widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
@@ -329,9 +334,9 @@ def head(run: Resolved, hardware: Hardware) -> Work:
     The seconds of all 1 + mtp predictions are added up.
     """
     vocabulary = -(-run.model.vocab_size // run.tp)
-    shape, frozen = (run.tokens, run.model.dim, vocabulary), run.frozen
+    shape, frozen = (run.predicted, run.model.dim, vocabulary), run.frozen
     once = _product(hardware, ShardedMatmul("head", *shape, frozen=frozen))
-    moved = 5.0 * run.element * run.tokens * vocabulary / hardware.copy
+    moved = 5.0 * run.element * run.predicted * vocabulary / hardware.copy
     if run.model.post_norm:  # the linear layer before the head
         own = -(-run.tokens // run.between)
         width = run.model.dim

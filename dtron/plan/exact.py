@@ -73,6 +73,9 @@ def refusals(config: RunConfig) -> list[str]:
         'mixtures in train.dtype = "float32": torch traces grouped matmuls in bfloat16 only': (
             config.train.dtype == "float32" and Resolved.model_of(config).n_experts > 0
         ),
+        "an encoder before a decoder: a traced micro-batch has one length": (
+            Resolved.model_of(config).encoder_layers > 0
+        ),
     }
     return [reason for reason, present in asked.items() if present]
 

@@ -25,6 +25,9 @@ _READERS: dict[tuple[str, bool], tuple[str, ...]] = {
     ("shared", True): ("ffn.shared.gate", "ffn.shared.up"),
     ("shared", False): ("ffn.shared.down",),
     ("merge", False): ("merge",),
+    ("cross_norm", True): ("cross.wq",),
+    ("encoded", True): ("cross.kv.wk", "cross.kv.wv"),
+    ("cross.attention", False): ("cross.wo",),
 }
 """Linear layers that read a saved tensor, as FQNs relative to the block, by (module of the tensor,
 whether tp gathers the tensor). No model has all of these layers."""

@@ -178,6 +178,9 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     if model.layer_pattern:
         kinds = "".join(dict.fromkeys((model.layer_pattern * model.n_layers)[: model.n_layers]))
         return model.model_copy(update={"n_layers": len(kinds), "layer_pattern": kinds})
+    if model.encoder_layers:
+        encoder = min(model.encoder_layers, 2)
+        return model.model_copy(update={"encoder_layers": encoder, "n_layers": encoder + 1})
     period = 2 if model.delta_key_heads else 1
     dense, mixture = min(model.n_dense_layers, period), min(model.n_expert_layers, period)
     first = dense if model.n_experts else 0

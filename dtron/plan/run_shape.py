@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtron.config import DEGREES, ExpertDegree, RunConfig
+from dtron.config.data_section import SpanLengths
 from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
@@ -130,6 +131,31 @@ class Resolved(Candidate):
     def tokens(self) -> int:
         """Tokens per micro-batch on a rank, before tp splits them."""
         return self.config.tokens
+
+    def share(self, kind: LayerKind, encoded: bool = False) -> float:
+        """Return the tokens that a layer reads, as a fraction of `tokens`.
+
+        It is 1 but in an encoder-decoder. `encoded`: the encoder's tokens, in the decoder.
+        """
+        if not self.model.encoder_layers:
+            return 1.0
+        spans = self._spans
+        return (spans.encoder if kind.encoder or encoded else spans.decoder) / spans.text
+
+    @functools.cached_property
+    def _spans(self) -> SpanLengths:
+        return self.config.data.span_lengths(self.config.train.seq_len)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens per micro-batch on a rank for which there are logits, before tp splits them."""
+        return round(self.tokens * self.share(LayerKind(cross=True)))
+
+    @property
+    def hidden_tokens(self) -> float:
+        """Tokens per micro-batch of all hidden states between two layers, before tp splits them."""
+        both = self.share(LayerKind(cross=True)) + self.share(LayerKind(encoder=True))
+        return self.tokens * (both if self.model.encoder_layers else 1.0)
 
     @property
     def tokens_per_step(self) -> int:
@@ -343,9 +369,8 @@ class Resolved(Candidate):
 
         Windows count as in training, by the keys that queries see.
         """
-        name = self.config.model.name
         length = attended_by_layers(self.config.train.seq_len, self.model.windows)
-        sizes = flops_model(name, self.model_of(self.config), self.config.lora)
+        sizes = flops_model(self.config, self.model_of(self.config))
         seq_len = self.config.train.seq_len
         images = images_that_fit(self.model, seq_len) / seq_len
         full = flops_per_token(sizes, length, "full", images)

@@ -18,7 +18,7 @@ every model family.
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtron.models.config import DecoderConfig, LayerKind
@@ -57,6 +57,8 @@ class SavedTensor:
     tensor is kept until that gradient is computed."""
     narrow: bool = False
     """Whether the tensor is float8, 1 byte per element."""
+    encoded: bool = False
+    """Whether it is of an encoder's tokens, in a layer of the decoder."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,6 +86,7 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
     if model.sandwich_norms:  # "wo" above is its input, from which compiled blocks compute the sum
         rows += _statistics(model, "wo", 1, "tokens")
         rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
+    rows += _cross(model) if kind.cross else []
     rows += _norm_rows(model, "ffn_norm", wide=kind.experts)
     rows += _mixture(model) if kind.experts else _feed_forward(model, "ffn", model.ffn_dim)
     if model.sandwich_norms:
@@ -92,6 +95,9 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
             SavedTensor("ffn_post_norm", model.dim, "tokens"),
             SavedTensor("ffn_post_norm", model.dim, "none", (SELECTIVE,)),
         ]
+    if kind.normed:  # the input of the encoder's last norm
+        rows += [*_statistics(model, "norm", 1, "tokens"), SavedTensor("norm", model.dim, "tokens")]
+        rows.append(SavedTensor("norm", model.dim, "none", (SELECTIVE,)))
     return tuple(rows)
 
 
@@ -102,6 +108,25 @@ def _mixer(model: DecoderConfig, kind: LayerKind, padded: bool) -> list[SavedTen
     if kind.mixer == "mamba":
         return _mamba(model)
     return _latent(model, padded) if model.kv_lora_rank else _attention(model)
+
+
+ENCODED = "encoded"
+"""Module of the encoder's output, which tp ranks gather in each layer of the decoder."""
+
+
+def _cross(model: DecoderConfig) -> list[SavedTensor]:
+    """Return the tensors of a decoder's attention to an encoder."""
+    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    heads = [row for w in ("wk", "wv") for row in _shared(model, f"cross.kv.{w}", kv)]
+    return [
+        *_norm_rows(model, "cross_norm"),
+        SavedTensor("cross.wq", q, "neurons", PRODUCT),
+        SavedTensor(ENCODED, model.dim, "none", read=True, encoded=True),
+        *(replace(row, encoded=True) for row in heads),
+        *(replace(row, module="cross.attention") for row in _attended(model, q)),
+        SavedTensor("cross.wo", model.dim, "tokens"),
+        SavedTensor("cross.wo", model.dim, "none", (SELECTIVE,)),
+    ]
 
 
 def _merge(model: DecoderConfig) -> list[SavedTensor]:
@@ -369,5 +394,6 @@ def output_gradients(model: DecoderConfig, kind: LayerKind) -> tuple[SavedTensor
             width = model.experts_per_token * each.n
             rows.append(SavedTensor("experts", width, split, arrived=True))
         elif each.module != "router":
-            rows.append(SavedTensor(each.module, each.n, _RESULT[each.split]))
+            encoded = each.module.startswith("cross.kv.")
+            rows.append(SavedTensor(each.module, each.n, _RESULT[each.split], encoded=encoded))
     return tuple(rows)

@@ -499,6 +499,8 @@ def _least_bytes(
     ]
     width = min(sum(r.width * (4 if r.wide else 2) for r in rows) for rows in tables) / tp
     tokens = choice["micro"] * config.train.seq_len / cp
+    if model.encoder_layers:  # all layers count as those of the decoder, which read fewer tokens
+        tokens = choice["micro"] * config.data.span_lengths(config.train.seq_len).decoder
     layers, flying = model.n_layers / pp, min(pp, choice["micro_batches"])
     if choice["offload"]:  # activations of all but two layers are in host memory
         layers, flying = min(2.0, layers), 1

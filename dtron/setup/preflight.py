@@ -247,7 +247,8 @@ def open_weights(config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer) 
     if config.lora.initial:
         folder = Path(config.lora.initial).expanduser()
         found = adapters(name, model, config.lora)
-        initial = replace(initial, adapter=PeftFolder(folder, hf_of(name), found, config.lora))
+        adapter = PeftFolder(folder, hf_of(name), model, found, config.lora)
+        initial = replace(initial, adapter=adapter)
     if initial.folder is not None and not (config.checkpoint.verify or config.checkpoint.resume):
         raise ConfigError(
             f"checkpoint.verify = false has no effect: checkpoint.initial = {str(initial.path)!r} "
@@ -288,7 +289,8 @@ def _open_objective(
     config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer
 ) -> Objective | None:
     kind = objective_of(config, model)
-    return open_objective(kind, config.data, tokenizer, model.vocab_size, config.train.seed)
+    train = config.train
+    return open_objective(kind, config.data, tokenizer, model.vocab_size, train.seed, train.seq_len)
 
 
 def _labelled(

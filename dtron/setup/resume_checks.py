@@ -33,7 +33,7 @@ _UPDATES = tuple(
         "optim": "beta1 beta2 eps weight_decay momentum adjust_lr_fn ema groups",
         "train": "global_batch dtype max_grad_norm",
         "parallel": "reduce_dtype",
-        "data": "mask_documents objective mask_fraction mask_token",
+        "data": "mask_documents objective mask_fraction mask_span mask_token",
         "float8": " ".join(key for key in Float8.model_fields if key != "report_interval"),
         "faults": "on_spike",
     }.items()

@@ -4,6 +4,7 @@ Rules that need only settings are in `dtron/config/setting_rules.py`. A start, `
 plan`, its search and docs/combinations.md use the same rules; only a start and `--dry-run` check
 MACHINE. Passes repeat some of these checks, for users of the plug-in."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +65,10 @@ class ModelCandidate(Candidate):
         if config.parallel.pp == 1:
             return None
         names = StageNames(spec.embedding(model), spec.layer, spec.head, spec.mtp_modules(model))
-        whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
+        spans = config.data.span_lengths(config.train.seq_len)
+        whole = flops_per_token(FlopsModel.of(model, spans=spans), spans.text, "causal")
         head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
+        head *= spans.decoder / spans.text if model.encoder_layers else 1
         layer = (whole - head) / (model.n_layers + model.mtp)
         weight, encoder = head / layer + model.mtp, self._encoder_flops / layer
         return build_layout(
@@ -74,8 +77,10 @@ class ModelCandidate(Candidate):
 
     @property
     def _encoder_flops(self) -> float:
-        """FLOPs per token of an encoder, with as many images as fit into a sequence."""
+        """FLOPs per token of a vision encoder, with as many images as fit into a sequence."""
         length = self.config.train.seq_len
+        if not self.model.vision_layers:
+            return 0.0
         return FlopsModel.of(self.model).image_flops * images_that_fit(self.model, length) / length
 
     @property
@@ -153,6 +158,12 @@ def objective_of(config: RunConfig, model: DecoderConfig) -> Kind:
     chosen = config.data.objective
     if chosen != "auto":
         return chosen
+    return _fitting_objective(model)
+
+
+def _fitting_objective(model: DecoderConfig) -> Kind:
+    if model.encoder_layers:
+        return "span_corruption"
     return "next_token" if model.causal else "masked"
 
 
@@ -426,11 +437,13 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
 def _wrong_objective(run: ModelCandidate) -> Iterator[str]:
     """Yield errors about an objective that the model, the data or the samples do not fit."""
     data, model, kind = run.config.data, run.model, run.objective
-    if not ignored(run.spec, "causal") and (kind == "next_token") != model.causal:
-        legal = "next_token" if model.causal else "masked"
+    legal = _fitting_objective(model)
+    if not ignored(run.spec, "causal") and kind != legal:
+        both = "span_corruption" in (kind, legal)
+        field = "encoder_layers" if both else "causal"
         yield (
-            f'data.objective = "{kind}" does not fit model.override.causal = '
-            f'{str(model.causal).lower()}; use "{legal}", or "auto"'
+            f'data.objective = "{kind}" does not fit model.override.{field} = '
+            f'{json.dumps(getattr(model, field))}; use "{legal}", or "auto"'
         )
     if kind == "next_token":
         return
@@ -444,11 +457,42 @@ def _wrong_objective(run: ModelCandidate) -> Iterator[str]:
             f'data.format = {data.format!r} with data.objective = "{kind}": masks are drawn over '
             'whole texts; use "text"'
         )
+    if kind == "span_corruption":
+        for key, value in changed(run.config, "data.packing data.mask_documents"):
+            yield (
+                f'{key} = {value!r} with data.objective = "{kind}": spans are removed from '
+                "sequences without padding and document masks; leave it out"
+            )
+        return
     if data.packing != "cut" and not data.mask_documents:
         yield (
             f"data.packing = {data.packing!r} without data.mask_documents: without a causal mask, "
             "tokens would attend to padding; use data.mask_documents = true"
         )
+
+
+def _uneven_spans(run: ModelCandidate) -> Iterator[str]:
+    """Yield an error if tp does not divide the tokens of encoder and decoder."""
+    data, tp, length = run.config.data, run.parallel.tp, run.train.seq_len
+    if not (run.model.encoder_layers and run.parallel.sequence_parallel) or length < 2:
+        return
+
+    def even(seq_len: int) -> bool:
+        sizes = data.span_lengths(seq_len)
+        return sizes.encoder % tp == 0 and sizes.decoder % tp == 0
+
+    if even(length):
+        return
+    sizes = data.span_lengths(length)
+    near = (n for away in range(1, length - 1) for n in (length - away, length + away))
+    legal = next((n for n in near if even(n)), None)
+    yield (
+        f"parallel.sequence_parallel splits the {sizes.encoder} tokens of the encoder and the "
+        f"{sizes.decoder} of the decoder, of train.seq_len = {length}, over parallel.tp = {tp}; "
+        "use "
+        + (f"train.seq_len = {legal}, or " if legal else "")
+        + "parallel.sequence_parallel = false"
+    )
 
 
 MODEL: tuple[Rule[ModelCandidate], ...] = (
@@ -490,9 +534,32 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         finds_none(_wrong_objective),
     ),
     Rule(
-        "data.mask_fraction data.mask_token",
+        "data.mask_fraction",
         lambda c: c.objective != "next_token",
+        needs='data.objective = "masked" or "span_corruption"',
+    ),
+    Rule(
+        "data.mask_token",
+        lambda c: c.objective == "masked",
         needs='data.objective = "masked"',
+    ),
+    Rule(
+        "data.mask_span",
+        lambda c: c.objective == "span_corruption",
+        needs='data.objective = "span_corruption"',
+    ),
+    Rule(
+        "parallel.cp model.override",
+        lambda c: c.parallel.cp == 1 or not c.model.encoder_layers,
+        "parallel.cp = {c.parallel.cp} with model.override.encoder_layers = "
+        "{c.model.encoder_layers}: context parallelism has no position biases; use 1, and "
+        "parallel.tp for long sequences",
+    ),
+    Rule(
+        "train.seq_len data.objective model.override",
+        lambda c: c.objective != "span_corruption" or c.train.seq_len > 1,
+        "train.seq_len = {c.train.seq_len} leaves no token to the encoder or to the decoder; use 2 "
+        "or more",
     ),
     Rule(
         "train.seq_len model.override",
@@ -524,12 +591,21 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
     Rule("parallel.ep parallel.etp model.override", passes(_check_expert_shards)),
     Rule(
         "parallel.sequence_parallel parallel.tp train.seq_len",
-        lambda c: not c.parallel.sequence_parallel or c.train.seq_len % c.parallel.tp == 0,
+        lambda c: (
+            not c.parallel.sequence_parallel
+            or bool(c.model.encoder_layers)
+            or c.train.seq_len % c.parallel.tp == 0
+        ),
         lambda c: (
             f"parallel.sequence_parallel splits train.seq_len = {c.train.seq_len} over "
             f"parallel.tp = {c.parallel.tp}; use {_multiple(c.train.seq_len, c.parallel.tp)}, or "
             "parallel.sequence_parallel = false"
         ),
+    ),
+    Rule(
+        "parallel.sequence_parallel parallel.tp train.seq_len data.mask_fraction data.mask_span "
+        "model.override",
+        finds_none(_uneven_spans),
     ),
     Rule(
         "parallel.tp parallel.dp_shard parallel.cp model.override",
@@ -654,13 +730,24 @@ def _several_scales(run: ModelCandidate) -> Iterator[str]:
             )
 
 
+def _micro_batch_tokens(run: ModelCandidate) -> tuple[int, ...]:
+    """Return the tokens per micro-batch on a rank, of encoder and decoder if there are both."""
+    if not run.model.encoder_layers:
+        return (run.config.tokens,)
+    spans = run.config.data.span_lengths(run.train.seq_len)
+    return run.train.micro_batch * spans.encoder, run.train.micro_batch * spans.decoder
+
+
 FLOAT8: tuple[Rule[ModelCandidate], ...] = (
     Rule(
         "float8.recipe train.micro_batch train.seq_len parallel.cp",
-        lambda c: c.config.tokens % MULTIPLE == 0,
-        "float8.recipe = {c.recipe.name!r} needs a multiple of "
-        f"{MULTIPLE} tokens per micro-batch, not {{c.config.tokens}} (train.micro_batch x "
-        "train.seq_len / parallel.cp)",
+        lambda c: all(n % MULTIPLE == 0 for n in _micro_batch_tokens(c)),
+        lambda c: (
+            f"float8.recipe = {c.recipe.name!r} needs a multiple of {MULTIPLE} tokens per "
+            f"micro-batch, not {' and '.join(map(str, _micro_batch_tokens(c)))} (train.micro_batch "
+            "x train.seq_len / parallel.cp"
+            + (", of encoder and decoder)" if c.model.encoder_layers else ")")
+        ),
     ),
     Rule(f"float8.recipe {' '.join(_ONE_SCALE)}", finds_none(_several_scales)),
     Rule(

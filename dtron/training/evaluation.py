@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtron.config import RunConfig
 from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
+from dtron.data.objectives.spans import START, decode_spans, encode_prompt
 from dtron.errors import ConfigError
 from dtron.parallelisms.mesh import BATCH_AXES
 from dtron.training.batches import RankTokens
@@ -115,6 +116,8 @@ class Evaluation:
                 f"model.name = {self.config.model.name} restores masked tokens and generates no "
                 "text; use dtron eval, or a model that predicts next tokens"
             )
+        if self.tokens.model.config.encoder_layers:
+            return self._restore(prompt, n_tokens, shape[0], seed, temperature)
         with self.model.applied.evaluating():
             return sample_text(
                 self._next_logits,
@@ -128,9 +131,40 @@ class Evaluation:
                 until=until,
             )
 
-    def _next_logits(self, tokens: Tensor, index: int) -> Tensor:
+    def _restore(
+        self, prompt: str, n_tokens: int, n_rows: int, seed: int, temperature: float
+    ) -> str:
+        """Return a decoder's text for a prompt that its encoder reads.
+
+        Raises:
+            ConfigError: tp ranks split the sequence.
+        """
+        mesh, data = self.model.mesh, self.config.data
+        vocab_size, tokenizer = self.tokens.model.config.vocab_size, self.tokenizer
+        if mesh.size("tp") > 1 and self.config.parallel.sequence_parallel:
+            raise ConfigError(
+                f"parallel.tp = {mesh.size('tp')} cannot split a prompt of any length; use "
+                "parallel.sequence_parallel = false"
+            )
+        read = torch.tensor([encode_prompt(prompt, data, tokenizer, vocab_size)] * n_rows)
+        with self.model.applied.evaluating():
+            ids = draw_tokens(
+                lambda tokens, index: self._next_logits(tokens, index, read)[:vocab_size],
+                [START],
+                n_tokens=n_tokens,
+                batch_shape=(n_rows, n_tokens),
+                device=self.tokens.device,
+                seed=seed,
+                temperature=temperature,
+                end=tokenizer.eos_id,
+            )
+        return decode_spans(ids[1:], data, tokenizer, vocab_size)
+
+    def _next_logits(
+        self, tokens: Tensor, index: int, encoder_tokens: Tensor | None = None
+    ) -> Tensor:
         vocabulary = self.tokens.model.config.vocab_size
-        arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index)
+        arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index, encoder_tokens)
         return self.repeated(lambda: next_logits(*arguments))
 
 
@@ -156,27 +190,61 @@ def sample_text(
         temperature: divides the logits; 0: always the most likely token.
         until: texts that end the continuation, which then has one of them.
     """
-    generator = torch.Generator(device).manual_seed(seed)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = [*begin, *tokenizer.encode(prompt)] or [tokenizer.eos_id]
-    start = len(ids)
+    first = [*begin, *tokenizer.encode(prompt)] or [tokenizer.eos_id]
+    start = len(first)
+    ids = draw_tokens(
+        lambda tokens, index: next_logits(tokens, index)[: tokenizer.vocab_size],
+        first,
+        n_tokens=n_tokens,
+        batch_shape=batch_shape,
+        device=device,
+        seed=seed,
+        temperature=temperature,
+        end=tokenizer.eos_id,
+        stops=lambda ids: any(each in tokenizer.decode(ids[start:]) for each in until),
+    )
+    text = tokenizer.decode(ids)  # some decoders drop spaces or invalid bytes of the whole text
+    return text if text.startswith(prompt) else prompt + tokenizer.decode(ids[start:])
+
+
+def draw_tokens(
+    next_logits: Callable[[Tensor, int], Tensor],
+    first: Sequence[int],
+    *,
+    n_tokens: int,
+    batch_shape: tuple[int, int],
+    device: torch.device,
+    seed: int,
+    temperature: float,
+    end: int,
+    stops: Callable[[list[int]], bool] = lambda ids: False,
+) -> list[int]:
+    """Append at most `n_tokens` ids to `first`, one by one; return all of them.
+
+    Args:
+        next_logits, batch_shape, device, seed, temperature: as of `sample_text`; the logits are of
+            the ids that may be drawn.
+        end: id that ends the text and is left out.
+        stops: whether ids are complete.
+    """
+    generator, ids = torch.Generator(device).manual_seed(seed), list(first)
     for _ in range(n_tokens):
         window = ids[-batch_shape[1] :]
         tokens = torch.zeros(batch_shape, dtype=torch.int64, device=device)
         tokens[:, : len(window)] = torch.tensor(window, device=device)
-        logits = next_logits(tokens, len(window) - 1)[: tokenizer.vocab_size].float()
+        logits = next_logits(tokens, len(window) - 1).float()
         if temperature:
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:
             drawn = logits.argmax(keepdim=True)
         dist.broadcast(drawn, src=0)
-        if (token := int(drawn)) == tokenizer.eos_id:
+        if (token := int(drawn)) == end:
             break
         ids.append(token)
-        if until and any(each in tokenizer.decode(ids[start:]) for each in until):
+        if stops(ids):
             break
-    text = tokenizer.decode(ids)  # some decoders drop spaces or invalid bytes of the whole text
-    return text if text.startswith(prompt) else prompt + tokenizer.decode(ids[start:])
+    return ids
 
 
 def next_logits(
@@ -185,6 +253,7 @@ def next_logits(
     vocab_size: int,
     tokens: Tensor,
     index: int,
+    encoder_tokens: Tensor | None = None,
 ) -> Tensor:
     """Compute the logits at `index` of the first sequence; all ranks call it together.
 
@@ -192,13 +261,15 @@ def next_logits(
         prepare: function that selects this rank's tokens of a batch and moves them to the device.
         vocab_size: size of the vocabulary, V, without padding for tp.
         tokens: int64 (B, T), whole sequences.
+        encoder_tokens: int64 (B, S), what the encoder of an encoder-decoder reads.
     Returns:
         float32 (V + padding,), equal on all pp, cp and tp ranks of a data-parallel rank.
     """
     tp, mesh = model.mesh.size("tp"), model.mesh
     local = torch.zeros(-(-vocab_size // tp), device=tokens.device)
     tokens = tokens.cpu()
-    batch = prepare(Batch(tokens, tokens, tokens[:, 0], None, None))
+    batch = Batch(tokens, tokens, tokens[:, 0], None, None, encoder_tokens=encoder_tokens)
+    batch = prepare(batch)
     here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
 
     def keep(logits: Tensor, _i: int) -> None:

@@ -378,6 +378,8 @@ def as_micro_batch(
         others["order"] = batch.order
     if batch.images is not None:
         others |= {"images": batch.images, "image_index": batch.image_index}
+    if batch.encoder_tokens is not None:
+        others["encoder_tokens"] = batch.encoder_tokens
     if batch.pieces is not None:
         others["real"] = batch.pieces >= 0
     if labelled and batch.mtp_labels is not None:

@@ -362,7 +362,7 @@ class Trainer:
             start_step=self.step,
             active=first,
         )
-        flops = flops_model(config.model.name, self.model_setup.config, config.lora)
+        flops = flops_model(config, self.model_setup.config)
         self.throughput = Throughput(flops, self.place.world_size)
         source = self.data_setup.train
         names = tuple(source.sources) if isinstance(source, Mixture) else ()

@@ -23,16 +23,17 @@ MASK, EOS, T = 257, 256, 32
 
 
 def masked(data: Data, vocab_size: int = 264, seed: int = 3) -> MaskedTokens:
-    found = open_objective("masked", data, load_tokenizer(data), vocab_size, seed)
+    found = open_objective("masked", data, load_tokenizer(data), vocab_size, seed, T)
     assert isinstance(found, MaskedTokens)
     return found
 
 
 def step_of(loaders: list[Loader]) -> list[Tensor]:
-    """Tokens and labels of a global step, in the order of its sequences."""
+    """What a global step reads and predicts, in the order of its sequences."""
     steps = [loader.step() for loader in loaders]
     batches = [batch for micro_batch in zip(*steps, strict=True) for batch in micro_batch]
-    return [torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels")]
+    names = ["tokens", "labels", *["encoder_tokens"] * (batches[0].encoder_tokens is not None)]
+    return [torch.cat([getattr(batch, name) for batch in batches]) for name in names]
 
 
 def differs_between_layouts(source: TrainingSource, objective: Objective) -> bool:

@@ -13,12 +13,17 @@ import torch
 import torch.distributed as dist
 
 from dtron import cli
-from dtron.checkpoint.convert import to_hf_folder
+from dtron.checkpoint.convert import from_hf_folder, to_hf_folder
+from dtron.config import Data
+from dtron.data.objectives.spans import decode_spans, encode_prompt
+from dtron.data.tokenizer import ByteTokenizer
 from dtron.inference.loaded_model import config_of, load
 from dtron.inference.scores import Continuation, score
-from dtron.models import from_hf
+from dtron.models import from_hf, to_hf
+from dtron.models.encoder_decoder import EncoderDecoder, greedy
 from dtron.run.process import Place
 from tests.harness import run_ranks
+from tests.models.build import initialized, small_config, varied
 from tests.training.test_trainer import fit, rows, tiny
 
 Output = Callable[[], str]
@@ -200,3 +205,20 @@ def destroyed() -> Iterator[None]:
     """The process group, which a command leaves after an error, is destroyed."""
     yield
     dist.destroy_process_group()
+
+
+def test_a_decoder_writes_what_an_encoder_has_read(tmp_path: Path, output: Output) -> None:
+    """The most likely tokens, as of the module; sentinels are written out."""
+    config = small_config("t5", vocab_size=320)
+    to_hf(varied(initialized("t5", config)), tmp_path / "hf", name="t5")
+    text, words = "a <extra_id_0> b", ["--tokens", "6", "--temperature", "0"]
+    run_ranks(1, from_hf_folder, tmp_path / "hf", tmp_path / "checkpoint")
+    keys = ["--config", "configs/t5_debug.toml", "model.size=initial"]
+    words = [str(tmp_path / "checkpoint"), *keys, "--prompt", text, *words]
+    assert cli.commands(["generate", *words]) == 0
+    model, data, tokenizer = from_hf(tmp_path / "hf"), Data(), ByteTokenizer()
+    assert isinstance(model, EncoderDecoder)
+    read = torch.tensor([encode_prompt(text, data, tokenizer, 320)])
+    ids = greedy(model, read, 6, tokenizer.eos_id)[0].tolist()
+    ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
+    assert output() == decode_spans(ids, data, tokenizer, 320) + "\n"

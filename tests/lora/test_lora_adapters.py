@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtron.config import Lora
+from dtron.config import Lora, RunConfig
 from dtron.lora.adapters import (
     adapters,
     attach,
@@ -117,7 +117,7 @@ def test_flops_are_those_of_a_step(modules: tuple) -> None:
     train_from("embed", [model])
     with FlopCounterMode(display=False) as counter:
         model(tokens()).sum().backward()
-    sizes = flops_model("llama", config, settings)
+    sizes = flops_model(RunConfig(lora=settings), config)
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     wanted = flops_per_token(sizes, 32, "full") - 4 * norms
     assert counter.get_total_flops() == pytest.approx(wanted * tokens().numel(), rel=1e-6)

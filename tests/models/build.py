@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"n_kv_heads": 2, "window": 7, "full_attention_every": 2},
     "gpt": {"n_kv_heads": 4},
     "bert": {"n_kv_heads": 4},
+    "t5": {"n_kv_heads": 4, "encoder_layers": 1},
     "mixtral": {"n_kv_heads": 2, **MIXTURE},
     "qwen3_moe": {"n_kv_heads": 1, **MIXTURE},
     "qwen3_5_moe": {"n_kv_heads": 2, **MIXTURE, **DELTA},

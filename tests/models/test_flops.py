@@ -74,7 +74,8 @@ def assert_counted(name: str, override: dict, size: str) -> None:
     images = sum(n for fqn, n in sizes.items() if fqn.startswith(("vision.", "projector.")))
     active = sum(sizes.values()) - config.lookup_params - idle - images
     active += config.mtp * sizes["embed.weight"]
-    assert FlopsModel.of(config).matmul_params == active
+    if not config.encoder_layers:  # test_encoder_decoder.py
+        assert FlopsModel.of(config).matmul_params == active
 
 
 @pytest.mark.parametrize(

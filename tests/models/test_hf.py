@@ -395,13 +395,14 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path: Path, name: str) ->
     config = small_config(name, tied=name == "bert", norm_zero_centered=True)
     model = varied(initialized(name, config))
     to_hf(model, tmp_path / "hf", name=name)
-    images = MODELS[name].sizes["debug"].vision_layers
-    causal = "AutoModelForImageTextToText" if images else "AutoModelForCausalLM"
-    kind = getattr(transformers, causal if config.causal else "AutoModelForMaskedLM")
+    kinds = {"llava": "ImageTextToText", "t5": "Seq2SeqLM", "bert": "MaskedLM"}
+    kind = getattr(transformers, f"AutoModelFor{kinds.get(name, 'CausalLM')}")
     theirs = kind.from_pretrained(tmp_path / "hf").eval()
     x = tokens()
-    expected = model.eval()(x)
-    assert (theirs(x).logits - expected).norm() / expected.norm() < 1e-5
+    read = {"encoder_tokens": x} if config.encoder_layers else {}
+    expected = model.eval()(x, **read)
+    others = {"decoder_input_ids": x} if read else {}
+    assert (theirs(x, **others).logits - expected).norm() / expected.norm() < 1e-5
 
 
 def test_config_of_transformers_4(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ FORMULAS = {
     "geglu": lambda gate, up: gelu_tanh(gate) * up,
     "gelu": lambda gate, up: gelu_tanh(up),
     "gelu_exact": lambda gate, up: up * (1 + (up / 2**0.5).erf()) / 2,
+    "relu": lambda gate, up: up.clamp(min=0),
     "relu2": lambda gate, up: up.clamp(min=0) ** 2,
     "clamped_swiglu": lambda gate, up: (
         (up.clamp(-7, 7) + 1) * gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp())

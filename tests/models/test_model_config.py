@@ -63,7 +63,7 @@ def test_what_draws_random_numbers():
         ),
         ("llama", "debug", {"n_layers": "4"}, "model.override.n_layers = '4': Input should be"),
         ("llama", "debug", {"n_layers": 0}, "model.override.n_layers = 0: Input should be greater"),
-        ("llama", "debug", {"activation": "relu"}, "model.override.activation = 'relu': Input"),
+        ("llama", "debug", {"activation": "elu"}, "model.override.activation = 'elu': Input"),
         (
             "llama",
             "debug",

@@ -208,6 +208,7 @@ WIDTHS: dict[str, Keys] = {
     },
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "bert": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
+    "t5": {**WIDE, "n_kv_heads": 4, "encoder_layers": 2},
     "mixtral": WIDE_EXPERTS,
     "qwen3_moe": WIDE_EXPERTS,
     "qwen3_5_moe": {**WIDE_EXPERTS, **DELTA, "delta_key_dim": 16, "delta_value_dim": 16},

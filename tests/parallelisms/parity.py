@@ -101,8 +101,10 @@ DECIBELS = 1.0
 MIXTURES = [name for name, spec in MODELS.items() if spec.sizes["debug"].n_experts]
 VISION = [name for name, spec in MODELS.items() if spec.sizes["debug"].vision_layers]
 """Families with a vision encoder."""
-DENSE = [name for name in MODELS if name not in (*MIXTURES, *VISION)]
-"""Families without experts and vision encoder."""
+ENCODERS = [name for name, spec in MODELS.items() if spec.sizes["debug"].encoder_layers]
+"""Families with an encoder before a decoder."""
+DENSE = [name for name in MODELS if name not in (*MIXTURES, *VISION, *ENCODERS)]
+"""Decoders, or encoders, without experts and vision encoder."""
 SMALL = {"n_layers": 5, "vocab_size": 67, "dim": 24, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
 EXPERTS = {
     "ffn_dim": 0,
@@ -133,6 +135,8 @@ DELTA = {
     **{"delta_key_heads": 4, "delta_value_heads": 8, "delta_key_dim": 4, "delta_value_dim": 6},
     **{"full_attention_every": 2, "norm_eps": 1e-3},
 }
+SPANS: dict[str, Any] = {"mask_fraction": 0.75, "mask_span": 4.0}
+"""Of 16 tokens of text a decoder reads 16, and an encoder 8."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
@@ -143,6 +147,10 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "bert": {**SMALL, "vocab_size": 72, "n_kv_heads": 4, "max_seq_len": 16},
+    "t5": {
+        **{**SMALL, "n_kv_heads": 4, "head_dim": 6, "encoder_layers": 2},
+        **{"relative_buckets": 8, "relative_distance": 12},
+    },
     "mixtral": {**SMALL, **EXPERTS},
     "qwen3_moe": {**SMALL, **EXPERTS, "head_dim": 8},
     "qwen3_5_moe": {**SMALL, **EXPERTS, **DELTA, "head_dim": 8},
@@ -265,7 +273,11 @@ class Case:
                 max_grad_norm=MAX_NORM,
                 seed=SEED,
             ),
-            data=Data(mask_documents=self.documents, packing=self.packing or "cut"),
+            data=Data(
+                mask_documents=self.documents,
+                packing=self.packing or "cut",
+                **(SPANS if self.model in ENCODERS else {}),
+            ),
             optim=OPTIMIZERS[self.optimizer],
             recompute=self.recompute,
             compile=self.compile,
@@ -369,7 +381,7 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
         source = packed_documents(case.packing, case.documents, case.seq_len, vocabulary)
         first = step * case.sequences
         batch = stacked(source.sequence, range(first + rows.start, first + rows.stop))
-        return mixed(with_images(case, batch))
+        return mixed(with_encoder(case, with_images(case, batch)))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocabulary, shape, generator=generator)
     labels = torch.randint(vocabulary, shape, generator=generator)
@@ -391,7 +403,18 @@ def make_batch(case: Case, rows: range, step: int) -> Batch:
             documents, pieces = documents - pieces * 2, torch.where(pieces < 0, -1, documents)
     number = sequence[:, 0] + step * case.sequences
     batch = Batch(tokens[part], labels[part], number[part], positions, documents)
-    return mixed(with_images(case, replace(batch, pieces=pieces)))
+    return mixed(with_encoder(case, with_images(case, replace(batch, pieces=pieces))))
+
+
+def with_encoder(case: Case, batch: Batch) -> Batch:
+    """The batch with tokens of an encoder, for a family that has one, and as prepared for it."""
+    if case.model not in ENCODERS:
+        return batch
+    length = Data(**SPANS).span_lengths(case.seq_len).encoder
+    vocabulary = {**SIZES[case.model], **case.override}["vocab_size"]
+    generators = [torch.Generator().manual_seed(n) for n in batch.sequence.tolist()]
+    rows = [torch.randint(vocabulary, (length,), generator=each) for each in generators]
+    return replace(batch, encoder_tokens=torch.stack(rows), pieces=None)
 
 
 IMAGES = ((1, range(4)), (9, range(1, 4)))
@@ -421,11 +444,11 @@ def with_images(case: Case, batch: Batch) -> Batch:
     return batch.with_images(9)
 
 
-def image_arguments(batch: Batch) -> dict[str, Tensor]:
-    """The images of a batch, as arguments of a model."""
-    if batch.images is None or batch.image_index is None:
-        return {}
-    return {"images": batch.images, "image_index": batch.image_index}
+def further_arguments(batch: Batch) -> dict[str, Tensor]:
+    """What else a model reads: images, or the tokens of an encoder."""
+    names = ("images", "image_index", "encoder_tokens")
+    found = {name: getattr(batch, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def mixed(batch: Batch) -> Batch:
@@ -593,7 +616,7 @@ def _reference(case: Case, casts: bool, device: torch.device) -> dict[str, Any]:
             inputs = (batch.tokens, batch.positions, batch.documents, keys)
             others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
             others |= {"mtp_tokens": ahead} if config.mtp else {}
-            others |= image_arguments(batch)
+            others |= further_arguments(batch)
             outputs = model(*inputs, **others)
             outputs = outputs if config.mtp else (outputs,)
             each = sequence_losses(outputs[0], batch.labels)
@@ -678,7 +701,7 @@ def _validation_loss(case: Case, model: nn.Module, at_once: int, device: torch.d
     for first in range(0, case.sequences, at_once):
         batch = make_batch(case, range(first, first + at_once), case.steps).to(device.type)
         others = {} if batch.pieces is None else {"real": batch.pieces >= 0}
-        others |= image_arguments(batch)
+        others |= further_arguments(batch)
         logits = model(batch.tokens, batch.positions, batch.documents, **others)
         total += sequence_losses(logits, batch.labels).sum().item()
         n_valid += (batch.labels != -100).sum().item()

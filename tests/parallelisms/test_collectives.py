@@ -118,9 +118,10 @@ def test_activations_of_a_layer(model: str, whole_sequence: bool) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_never_gathered(model: str) -> None:
     """The loss moves three numbers a token: the maximum, the sum and the label's logit."""
-    dense_first = {"first_dense_layers": 0, "ffn_dim": 0} if model == "deepseek_v3" else {}
-    n_layers = 4 if model == "nemotron_h" else 1  # one of each kind
-    case = split(model, 2, False, n_layers=n_layers, **dense_first)
+    override = {"first_dense_layers": 0, "ffn_dim": 0} if model == "deepseek_v3" else {}
+    override |= {"encoder_layers": 1} if model == "t5" else {}
+    n_layers = {"t5": 2, "nemotron_h": 4}.get(model, 1)  # one of each kind
+    case = split(model, 2, False, n_layers=n_layers, **override)
     counts = run_ranks(case.world, count_layers, case)[0]
     numbers = 2 * case.seq_len
     assert counts["loss"] == {"all_reduce": {"count": 2, "bytes": 3 * numbers * FLOAT}}

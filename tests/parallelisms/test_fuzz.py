@@ -177,6 +177,8 @@ def _draw_model(random: random.Random, model: str, seq_len: int) -> dict[str, An
         "dropout": random.choice([0.0, 0.0, 0.1]),
     }
     found |= _draw_mixture(random, model) if debug.n_experts else _draw_dense(random)
+    if debug.encoder_layers:
+        return found | {"encoder_layers": random.choice([1, 2, 3]), "qk_norm": False}
     if debug.delta_key_heads:
         found |= _draw_delta(random)
     if debug.layer_pattern:

@@ -21,6 +21,7 @@ from dtron.config import Compile, CpMethod, Parallel, Recompute
 from dtron.parallelisms.pipeline.schedules import SCHEDULES
 from tests.parallelisms.parity import (
     DENSE,
+    ENCODERS,
     FULL,
     MIXTURES,
     SINKHORN,
@@ -40,11 +41,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "gemma3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
+    "t5": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
 }
 HIERARCHICAL: dict[str, Any] = {"dispatcher": "hierarchical", "ep_inner": 2}
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 2131,
+    "passed": 2358,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
@@ -61,25 +63,35 @@ EXPECTED: dict[str, int] = {
     "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 6,
     "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
     " width, but the 4 ranks of dp_shard x cp do not divide model.dim = 34; use a"
-    " dp_shard x cp that does, or a vocab_size that tp divides": 4,
+    " dp_shard x cp that does, or a vocab_size that tp divides": 5,
     "parallel.pp x parallel.stages_per_rank = 16 stages, but a model of 5 layers "
-    "fills 1 to 7 (each layer, the embedding, the head)": 6,
+    "fills 1 to 7 (each layer, the embedding, the head)": 7,
     'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
-    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 6,
+    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 7,
     "parallel.sequence_parallel splits train.seq_len = 14 over parallel.tp = 4; use a"
     " multiple of 4 such as 12, or parallel.sequence_parallel = false": 6,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 8 micro-"
     "batches: parallel.schedule = 'DualPipeV' takes at least 2 x parallel.pp micro-"
-    "batches (parallel.pp = 8); the nearest is 16": 6,
+    "batches (parallel.pp = 8); the nearest is 16": 7,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 9 micro-"
     "batches: parallel.schedule = 'Interleaved1F1B' takes a multiple of the number of "
     "rounds, max(1, micro-batches // parallel.pp) (parallel.pp = 4); the nearest is 8 "
-    "or 10": 6,
+    "or 10": 7,
     "train.global_batch = 16 is not a multiple of 8 data-parallel ranks x "
-    "train.micro_batch = 4; use 32": 6,
+    "train.micro_batch = 4; use 32": 7,
     "parallel.cp = 4 does not divide the 2 key heads of gated delta nets on each rank; use 1, 2": 8,
     "parallel.cp = 8 does not divide the 4 key heads of gated delta nets on each rank; use"
     " 1, 2, 4": 8,
+    'data.mask_documents = True with data.objective = "span_corruption": spans are removed from'
+    " sequences without padding and document masks; leave it out": 66,
+    "parallel.sequence_parallel splits the 7 tokens of the encoder and the 13 of the decoder, of"
+    " train.seq_len = 14, over parallel.tp = 4; use train.seq_len = 16, or"
+    " parallel.sequence_parallel = false": 1,
+    **{
+        f"parallel.cp = {cp} with model.override.encoder_layers = 2: context parallelism has no"
+        " position biases; use 1, and parallel.tp for long sequences": n
+        for cp, n in ((2, 32), (4, 10), (8, 4))
+    },
     "parallel.tp = 8 does not divide model.n_heads = 4; use 1, 2, 4": 2,
     "model.override.rope_fraction = 0.25 rotates 1 elements of a head, but rope rotates"
     " pairs; use a fraction that gives an even number": 1,
@@ -268,9 +280,11 @@ def in_experts(model: str) -> list[Case]:
 
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
-GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in DENSE]
-SAMPLES = [case for model in DENSE for case in in_samples(model)]
-CONTEXTS = [case for model in DENSE for case in in_contexts(model)]
+ROWS = [*DENSE, *ENCODERS]
+"""Models of the tables of layouts."""
+GRID = [in_grid(m, p) for w in WORLDS for p in layouts(w) for m in ROWS]
+SAMPLES = [case for model in ROWS for case in in_samples(model)]
+CONTEXTS = [case for model in ROWS for case in in_contexts(model)]
 MIXED = [case for model in MIXTURES for case in in_experts(model)]
 CASES = [*GRID, *SAMPLES, *CONTEXTS, *MIXED]
 
@@ -289,7 +303,7 @@ def batches() -> Batches:
 
 def test_every_case_is_another_one() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
-    assert len(GRID) == len(DENSE) * (1 + 11 + 44 + 114)
+    assert len(GRID) == len(ROWS) * (1 + 11 + 44 + 114)
 
 
 def test_what_is_refused() -> None:
@@ -343,11 +357,11 @@ def document(n_failed: int) -> str:
     lines = [HEAD.format(torch=torch.__version__.split("+")[0]), "| outcome | tuples |"]
     lines += ["| --- | --- |", *(f"| {what} | {n} |" for what, n in counts.items() if n)]
     lines += ["", "## Layouts", ""]
-    lines += _table([*LAYOUT_COLUMNS, *DENSE], _layout_rows(letters))
+    lines += _table([*LAYOUT_COLUMNS, *ROWS], _layout_rows(letters))
     lines += ["", "## Other settings", "", SAMPLES_HEAD, ""]
-    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_samples, DENSE, letters))
+    lines += _table(["ranks, settings", *ROWS], _sample_rows(in_samples, ROWS, letters))
     lines += ["", "## Context parallelism", "", CONTEXTS_HEAD, ""]
-    lines += _table(["ranks, settings", *DENSE], _sample_rows(in_contexts, DENSE, letters))
+    lines += _table(["ranks, settings", *ROWS], _sample_rows(in_contexts, ROWS, letters))
     lines += ["", "## Experts", "", EXPERTS_HEAD, ""]
     lines += _table(["ranks, settings", *MIXTURES], _sample_rows(in_experts, MIXTURES, letters))
     return "\n".join(lines) + "\n"
@@ -381,8 +395,8 @@ tp. Routed counts have to be equal, too."""
 
 
 def _layout_rows(letters: dict[str, str]) -> Iterator[list[str]]:
-    for first in range(0, len(GRID), len(DENSE)):
-        cases = GRID[first : first + len(DENSE)]
+    for first in range(0, len(GRID), len(ROWS)):
+        cases = GRID[first : first + len(ROWS)]
         p = cases[0].parallel
         sequence = "-" if p.tp == 1 else "split" if p.sequence_parallel else "whole"
         degrees = [cases[0].world, p.pp, p.dp_replicate, p.dp_shard, p.tp]

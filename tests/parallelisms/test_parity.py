@@ -452,6 +452,21 @@ ENCODER_CASES = [
     Case("llama", 2, Parallel(cp=2, cp_method="all_gather"), override={"causal": False}),
 ]
 """Attention without a causal mask; post-norm blocks."""
+V1_0 = {"tied": True, "activation": "relu"}
+SPAN_CASES = [
+    Case("t5", 2, Parallel(pp=2, pp_layout="Ett|tttL"), override=V1_0 | DROPPED),
+    Case("t5", 4, Parallel(pp=4, pp_layout="Et|t|t|ttL"), FULL, EAGER),
+    Case("t5", 4, Parallel(pp=2, tp=2, schedule=V), dtype="float64", loss_chunks=2),
+    Case("t5", 4, Parallel(pp=2, dp_shard=2, schedule=DUAL, zero=2), SELECTIVE, sequences=8),
+    Case("t5", 4, Parallel(tp=4), override={"n_kv_heads": 2, "head_dim": 8}, optimizer="adamw"),
+    Case("t5", 2, Parallel(tp=2, sequence_parallel=False), SELECTIVE, compile=EAGER),
+    Case(
+        "t5", 2, Parallel(tp=2, async_tp=True), micro_batch=2, override={"attention_dropout": 0.1}
+    ),
+    Case("t5", 2, Parallel(zero=3), recompute=Recompute(mode="full", ffn_chunks=2)),
+    Case("t5", 2, Parallel(tp=2), lora=Lora(rank=4)),
+]
+"""An encoder before a decoder, on stages of their own and together."""
 MQA = {"n_kv_heads": 1, "head_dim": 8}
 GQA = {"n_kv_heads": 2}
 SHARED_HEADS = [
@@ -713,6 +728,7 @@ SPECIAL = [
     *LOCAL_CASES,
     *OVERLAP_CASES,
     *ENCODER_CASES,
+    *SPAN_CASES,
     # every axis at once
     Case("gpt", 8, Parallel(pp=2, tp=2, cp=2, schedule=V), override=DROPPED, documents=True),
     *[
@@ -743,6 +759,7 @@ PATTERN8 = {
     "mamba_head_dim": 8,
     "mamba_state_dim": 8,
 }
+SPANS8: dict[str, Any] = {"seq_len": 16, "micro_batch": 2, "override": {"encoder_layers": 1}}
 LATENT_64: dict[str, Any] = {"override": LATENT8, "seq_len": 64}
 SKIPPED = ["blocks.0.attn.wq", "blocks.1.ffn.down"]
 PARTLY: dict[str, Any] = {
@@ -763,6 +780,7 @@ FLOAT8 = [
     float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
     float8("tensorwise", 2, Parallel(tp=2), "nemotron_h", override=PATTERN8),
     float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
+    float8("tensorwise", 2, Parallel(tp=2), "t5", **SPANS8),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads
     float8("tensorwise", 4, Parallel(tp=4), override=WIDE_HEADS, recompute=SELECTIVE),

@@ -26,7 +26,7 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
-from dtron.models import decoder, gated_delta_net, llava
+from dtron.models import decoder, encoder_decoder, gated_delta_net, llava
 from dtron.models.recurrent import GroupedModule
 from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
@@ -41,6 +41,7 @@ from dtron.parallelisms.fsdp import sharding as fsdp
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
+from dtron.parallelisms.pipeline import executor
 from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.stages import SharedWeights
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
@@ -629,6 +630,32 @@ def image_gradients_not_reduced() -> None:
     llava.sequence = without_sum
 
 
+def encoded_without_gradient() -> None:
+    """A stage of the decoder does not send the gradient of the encoder's output back."""
+    take = executor.Pipeline._take_input_gradient
+
+    def without_first(self: Any, state: Any, key: Any) -> None:
+        if key[0] > 0:
+            state.inputs[key][0].grad = None
+        take(self, state, key)
+
+    executor.Pipeline._take_input_gradient = without_first  # type: ignore[method-assign]
+
+
+def biases_of_first_heads() -> None:
+    """All tp ranks add the position biases of the first rank's heads."""
+    tables = encoder_decoder.EncoderDecoder._tables
+
+    def of_first(self: Any, device: torch.device) -> Any:
+        own = tables(self, device)
+        first = [x.detach().clone() for x in own]
+        for x in first:
+            dist.broadcast(x, src=0)
+        return tuple(x + (other - x).detach() for x, other in zip(own, first, strict=True))
+
+    encoder_decoder.EncoderDecoder._tables = of_first  # type: ignore[method-assign]
+
+
 def image_gradients_summed_twice() -> None:
     """Gradients that tp ranks compute alike are summed over tp as if they were parts."""
     prepare = encoder.PrepareArgument
@@ -780,6 +807,7 @@ MAMBA = Case("nemotron_h", 2, Parallel(tp=2), sequences=2)
 MAMBA_CP = Case("nemotron_h", 2, Parallel(cp=2), sequences=2, documents=True)
 IMAGES = Case("llava", 2, Parallel(tp=2, encoder_tp=2), sequences=2)
 OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences=2)
+SPANS = Case("t5", 2, Parallel(pp=2, pp_layout="Ett|tttL"), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
@@ -875,6 +903,8 @@ BUGS = [
     Bug(image_gradients_summed_twice, OWN_IMAGES, ENCODER),
     Bug(replicas_not_reduced, OWN_IMAGES, ENCODER),
     Bug(images_of_another_micro_batch, MANY_IMAGES, ALSO_LOSS),
+    Bug(encoded_without_gradient, SPANS, r"gradient (embed|encoder_bias|blocks\.[01]\.).*"),
+    Bug(biases_of_first_heads, replace(SPANS, parallel=Parallel(tp=2)), ALSO_LOSS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
     Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),

@@ -1,7 +1,8 @@
 """Training objectives: what a model predicts from a sequence.
 
-    next_token   each token from those before it; the sequences of the packing as they are
-    masked       some tokens, of which the model sees a mask or another token (`masked.py`)
+    next_token        each token from those before it; the sequences of the packing as they are
+    masked            some tokens, of which the model sees a mask or another token (`masked.py`)
+    span_corruption   spans of tokens, of which an encoder sees a sentinel each (`spans.py`)
 
 An objective changes sequence k of the run as a function of (train.seed, k) alone. So every layout
 of ranks and a resumed run train on the same masks, and each epoch has other ones.
@@ -12,27 +13,33 @@ from typing import Literal
 
 from dtron.config import Data
 from dtron.data.objectives.masked import MaskedTokens, mask_id
+from dtron.data.objectives.spans import SpanCorruption, first_sentinel
 from dtron.data.packing import Packed, ValidationSource
 from dtron.data.tokenizer import Tokenizer
 
-Kind = Literal["next_token", "masked"]
+Kind = Literal["next_token", "masked", "span_corruption"]
 Objective = Callable[[int, Packed], Packed]
 """(number of the sequence in the run, the sequence) -> the sequence with the objective's labels."""
 
 
 def open_objective(
-    kind: Kind, data: Data, tokenizer: Tokenizer, vocab_size: int, seed: int
+    kind: Kind, data: Data, tokenizer: Tokenizer, vocab_size: int, seed: int, seq_len: int
 ) -> Objective | None:
     """Return the objective of a run; None: next tokens, whose sequences need no change.
 
     Args:
         vocab_size: size of the model's vocabulary.
-        seed: seed of the masks.
+        seed: seed of masks and spans.
+        seq_len: tokens of a sequence.
     Raises:
-        ConfigError: the vocabulary has no mask token.
+        ConfigError: the vocabulary has no mask token, or too few sentinels.
     """
     if kind == "next_token":
         return None
+    if kind == "span_corruption":
+        n = data.span_lengths(seq_len).spans
+        first = first_sentinel(data, tokenizer, vocab_size, n)
+        return SpanCorruption(data, first, tokenizer.eos_id, seed)
     return MaskedTokens(
         mask_id=mask_id(data, tokenizer, vocab_size),
         fraction=data.mask_fraction,
