@@ -20,6 +20,8 @@ MAX_SEQUENCES = 2**26
 MAX_TOKENS = 2**26
 """Maximum number of tokens per sequence."""
 MAX_SECONDS = 30 * 86400
+GRAPH_WARM_UP = 2
+"""Steps of a start that run before one is recorded as a CUDA graph (`compile.cuda_graphs`)."""
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 

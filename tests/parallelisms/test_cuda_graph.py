@@ -13,19 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dtron.training.build
 from dtron.config import Compile, Float8, Parallel
+from dtron.faults.corruption import compute_twice
 from dtron.float8.all_gather import WeightGather
 from dtron.parallelisms import cuda_graph
 from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.training.evaluation import Evaluation
+from dtron.training.step import StepResult
 from dtron.training.trainer import Trainer
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
+from tests.parallelisms import parity
 from tests.parallelisms.gpu_cases import WIDTHS
-from tests.parallelisms.parity import FULL, Case, mesh_of, parallel_run
+from tests.parallelisms.parity import FULL, Case, RecordingStep, mesh_of, parallel_run
 
 DROPPED = {"dropout": 0.1, "attention_dropout": 0.1}
 STEPS = cuda_graph.WARM_UP + 3
@@ -122,6 +126,39 @@ def test_planted_bugs_show(planted: type[Repeated]) -> None:
     assert "losses" in run_ranks(2, compare, CPU, planted)[0]
 
 
+class Verified(RecordingStep):
+    """Computes the gradients of each step twice and compares them, as `faults.verify_step` does."""
+
+    def __call__(self, *arguments: Any) -> StepResult:
+        found, host = self.model.applied, dist.group.WORLD
+        assert host is not None
+
+        def twice(accumulate: Callable[[], Tensor]) -> Tensor:
+            loss, wrong = compute_twice(found, accumulate, host)
+            assert not wrong
+            return loss
+
+        return super().__call__(*arguments, twice)
+
+
+def verified() -> tuple[int, list[str]]:
+    graphs: list[Repeated] = []
+
+    class Kept(Repeated):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            graphs.append(self)
+
+    parity.RecordingStep = Verified  # type: ignore[misc]
+    found = compare(replace(CPU, world=1, parallel=Parallel()), Kept)
+    return graphs[0].replays, found
+
+
+def test_a_verified_step_is_computed_by_the_graph() -> None:
+    """Twice in each step; and the bits are those without a graph."""
+    assert run_ranks(1, verified) == [(2 * STEPS - cuda_graph.WARM_UP, [])]
+
+
 def addresses_of_scales() -> set[tuple[int, ...]]:
     """Addresses of the scales of gathered weights after each update."""
     found: set[tuple[int, ...]] = set()
@@ -164,19 +201,16 @@ def test_an_evaluation_that_raises_the_capacity_discards_the_graph() -> None:
 class Numbers:
     """A micro-batch of one tensor."""
 
-    def __init__(self, *values: float, host: int = 0) -> None:
-        self.values, self.host = torch.tensor(values), host
+    def __init__(self, *values: float) -> None:
+        self.values = torch.tensor(values)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Numbers":
-        made = Numbers(host=self.host)
+        made = Numbers()
         made.values = change(self.values)
         return made
 
-    def tables_on_host(self) -> list[Tensor]:
-        return [torch.tensor([self.host])]
 
-
-def test_other_shapes_and_tables_are_computed_without_the_graph(
+def test_other_shapes_are_computed_without_the_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = torch.ones((), requires_grad=True)
@@ -199,7 +233,7 @@ def test_other_shapes_and_tables_are_computed_without_the_graph(
     assert call(Numbers(1.0, 2.0)) == (15, 15)
     assert call(Numbers(3.0, 4.0), step=2) == (14, 14)
     assert graph.replays == 2
-    for others in ([Numbers(1.0)], [Numbers(1.0, 2.0, host=1)], [Numbers(1.0, 2.0)] * 2):
+    for others in ([Numbers(1.0)], [Numbers(1.0, 2.0)] * 2):
         assert call(*others)[0] == 5 * sum(float(each.values.sum()) for each in others)
     assert graph.replays == 2
     assert caplog.text.count("without the CUDA graph") == 1
