@@ -13,7 +13,7 @@ from dtron.errors import ConfigError
 from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.parallelisms.host_memory import host_memory
-from dtron.plan.hardware import Hardware, of_device
+from dtron.plan.hardware import HOST, Hardware, of_device
 from dtron.plan.memory import memory, offloaded_by_host, worst
 from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
@@ -87,8 +87,10 @@ def _predictions(
     """Return two functions of a config; inf: unknown.
 
     The first, cached, gives the used fraction of the available memory: of the fullest GPU, or of
-    the host if that is more. The second gives the seconds of a step.
+    the host if that is more. The second gives the seconds of a step; a host that was not measured
+    counts as slow as that of HOST.
     """
+    priced = replace(row, calls=row.calls or HOST)
     shares: dict[str, float] = {}
 
     def used(config: RunConfig) -> float:
@@ -97,13 +99,13 @@ def _predictions(
             shares[key] = _share(config, world_size, row)
         return shares[key]
 
-    return used, lambda config: _seconds(config, world_size, row)
+    return used, lambda config: _seconds(config, world_size, priced)
 
 
 def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
     try:
         run = Resolved.of(config, world_size)
-        if any(counted_as_decoder(config.model.name, model_spec(config.model.name))):
+        if _is_unknown(config):
             return float("inf")
         on_host = offloaded_by_host(run, row) / (row.host_memory * 19 / 20)
         return max(worst(memory(run)).reserved / row.room, on_host)
@@ -116,6 +118,12 @@ def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
 
 def _seconds(config: RunConfig, world_size: int, row: Hardware) -> float:
     try:
-        return predict(Resolved.of(config, world_size), row).step
+        run = Resolved.of(config, world_size)
+        return float("inf") if _is_unknown(config) else predict(run, row).step
     except ConfigError:  # the precision has no rates
         return float("inf")
+
+
+def _is_unknown(config: RunConfig) -> bool:
+    """Whether the model's family has a module of its own, which the planner does not know."""
+    return any(counted_as_decoder(config.model.name, model_spec(config.model.name)))

@@ -278,10 +278,12 @@ def _on_other_streams(run: Resolved, rank: int) -> float:
     """Bytes outside the computation stream.
 
     These are buffers, float32 shards of reduced gradients, and other tp ranks' rows of an
-    embedding's gradient.
+    embedding's gradient. Validations cannot use the buffers of a CUDA graph.
     """
     shards = sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
-    return _foreign(run, rank) + _all_buffers(run, rank) + 4.0 * shards
+    again = run.config.compile.cuda_graphs == "step" and run.config.train.eval_sequences
+    buffers = _all_buffers(run, rank) + (_buffers(run, rank) if again else 0.0)
+    return _foreign(run, rank) + buffers + 4.0 * shards
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:
