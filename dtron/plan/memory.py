@@ -266,12 +266,14 @@ def _peers(run: Resolved, rank: int) -> float:
 def _mailbox(run: Resolved) -> float:
     """Bytes of the symmetric memory from which ranks pull token copies.
 
-    It has two buffers, each for the results of a rank's experts, which are never float8.
+    It has two buffers, each for the results of a rank's experts, which are never float8; with two
+    micro-batches at once, four.
     """
     if run.config.parallel.dispatcher != "symmetric_memory":
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
-    return 2 * rows * run.model.dim * run.element
+    lanes = 1 + run.config.parallel.overlap_micro_batches
+    return 2 * lanes * rows * run.model.dim * run.element
 
 
 def _on_other_streams(run: Resolved, rank: int) -> float:

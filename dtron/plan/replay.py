@@ -159,7 +159,7 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
     """Return the bytes that the allocator `pool` reserves for a rank's computation stream.
 
     A CUDA graph is recorded in a pool of its own, after free memory is returned; validation then
-    needs memory outside of it.
+    needs memory outside of it. Two micro-batches at once have a pool each.
     """
     graphs = run.config.compile.cuda_graphs == "step"
     replay = _Replay(run, rank, pool())
@@ -172,7 +172,7 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
         replay.drop_gradients()
     found = replay.pool.reserved
     if not graphs:
-        return found
+        return found + _second_lane(replay, pool)
     found -= replay.pool.unused
     for part in (replay.step, replay.evaluate):
         replay.pool = pool()
@@ -187,8 +187,9 @@ def least(run: Resolved, rank: int) -> int:
     It ignores fragmentation and is about twenty times as fast as `reserved`.
     """
     pool = HolelessPool()
-    _replay_joined(_Replay(run, rank, pool))
-    return pool.reserved
+    replay = _Replay(run, rank, pool)
+    _replay_joined(replay)
+    return pool.reserved + _second_lane(replay, HolelessPool)
 
 
 def at_peak(run: Resolved, rank: int) -> dict[str, int]:
@@ -199,6 +200,21 @@ def at_peak(run: Resolved, rank: int) -> dict[str, int]:
     pool = PeakPool()
     _replay_joined(_Replay(run, rank, pool, for_peak=True))
     return {name: pool.at_peak.get(name, 0) for name in CLASSES}
+
+
+def _second_lane(replay: "_Replay", pool: type[Pool | Expandable | HolelessPool]) -> int:
+    """Return the bytes that the second of two micro-batches at once reserves in its own pool.
+
+    0 without `parallel.overlap_micro_batches`. Weights are gathered and sums exist by then.
+    """
+    found = 0
+    for stage in replay.stages if replay.run.config.parallel.overlap_micro_batches else ():
+        for micro_batch in range(2):
+            replay.pool = pool()
+            replay._forward(stage, micro_batch)
+            replay._backward(stage, micro_batch, last=False)
+        found = max(found, replay.pool.reserved)
+    return found
 
 
 def _replay_joined(replay: "_Replay") -> None:
