@@ -12,8 +12,8 @@
     logits       logits and their gradient, on the rank with the head
     buffers      context parallelism's keys and values, and symmetric memory
 
-`peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds; it must
-fit the device. Both come from a replay of a step's allocations (`dtron.plan.replay`). The
+`peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds, and
+symmetric memory, which is outside of it; both must fit the device. Both come from a replay of a step's allocations (`dtron.plan.replay`). The
 allocator does not share memory between streams: FSDP makes gradient shards on its reduction stream,
 where they cannot reuse the memory of freed activations. Gradients that are not reduced are on the
 computation stream. The CUDA context, NCCL and libraries are outside the allocator
@@ -55,6 +55,14 @@ class RankMemory:
     reserved: float
     gradients: float
     """Bytes of the reduced gradients."""
+    symmetric: float
+    """Bytes of symmetric memory. `reserved` has them, but what torch's allocator reserves, which a
+    run reports, has not."""
+
+    @property
+    def by_allocator(self) -> float:
+        """Bytes that a run reports: `torch.cuda.max_memory_reserved`."""
+        return self.reserved - self.symmetric
 
     @property
     def peak(self) -> float:
@@ -164,10 +172,11 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))
     state += max(4.0 * trained, summed)
     classes["gradients"] += _foreign(run, rank)
-    classes["buffers"] = _context(run) + _peers(run, rank)
+    symmetric = _peers(run, rank)
+    classes["buffers"] = _context(run) + symmetric
     reserved = replay.reserved(run, rank) + _on_other_streams(run, rank)
     flying = in_flight(run, rank)
-    return RankMemory(rank, elements, classes, flying, state, reserved, 4.0 * trained)
+    return RankMemory(rank, elements, classes, flying, state, reserved, 4.0 * trained, symmetric)
 
 
 def _foreign(run: Resolved, rank: int) -> float:

@@ -61,13 +61,14 @@ TENSOR_COPIES = 3.0
 """Bytes that copies move around a tp collective, as a multiple of its size: chunks gathered along
 the sequence are concatenated, and tensors are split before a reduction."""
 ADAMW = {"float32": 28, "bfloat16": 20}
-ADAMW_RATE = 0.8
-"""ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
-update, as a fraction of a copy's rate."""
+UPDATE_RATE = 0.93
+"""ADAMW: bytes per element that the update moves, by dtype of the moments. UPDATE_RATE: rate of
+norm and update, as a fraction of a copy's rate; fitted to six profiled steps on H200s
+(benchmarks/PLANNING.md)."""
 MUON, LION = {"float32": 30, "bfloat16": 26}, {"float32": 20, "bfloat16": 16}
 """Bytes per element that their kernels move, by dtype of the moments; of Muon with the division by
 the norm before Newton-Schulz, without its matmuls."""
-ADAMW8BIT = 119
+ADAMW8BIT = 135
 """Bytes per element that would take as long as its update, which computes longer than it moves 18;
 measured on an H200 (benchmarks/RESULTS.md)."""
 
@@ -461,7 +462,7 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
-    own = moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    own = moved / (UPDATE_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
     return max(own, _moments_copied(run, rank, hardware))
 
 

@@ -208,6 +208,27 @@ def test_steps_that_were_measured(overrides: str, world: int, seconds: float) ->
     assert predict(run(overrides, world), hardware("h200")).step == pytest.approx(seconds, rel=0.04)
 
 
+MIXTURE_OF = "train.seq_len=4096 parallel.ep=4 parallel.zero=2 optim.moments=bfloat16 model.name"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "milliseconds"),
+    [
+        ("model.size=1b train.seq_len=4096 train.global_batch=2", 1, 10.0),
+        ("model.size=1b train.seq_len=4096 train.global_batch=2 optim.name=lion", 1, 7.6),
+        ("model.size=1b train.seq_len=4096 train.global_batch=2 optim.name=adamw8bit", 1, 43.5),
+        ("", 4, 16.4),
+        (f"{MIXTURE_OF}=deepseek_v3 model.size=16b", 4, 24),
+        (f"{MIXTURE_OF}=qwen3_moe model.size=30b-a3b", 4, 46),
+        (f"{MIXTURE_OF}=gpt_oss model.size=20b", 4, 32),
+    ],
+)
+def test_updates_that_were_measured(overrides: str, world: int, milliseconds: float) -> None:
+    """Norm and update of a profiled step (benchmarks/RESULTS.md)."""
+    found = predict(run(overrides, world), hardware("h200")).parts["update"]
+    assert 1e3 * found == pytest.approx(milliseconds, rel=0.03)
+
+
 PAIRED = (
     "model.name=deepseek_v3 model.size=16b model.override.n_layers=8 train.seq_len=4096 "
     "model.override.force_balance=true train.micro_batch=2 train.global_batch=16 "
