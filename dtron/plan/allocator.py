@@ -1,9 +1,9 @@
 """Model of torch's caching allocator: the device memory it reserves for the tensors of one stream.
 
 The allocator requests segments from the device, splits them into blocks for tensors, and merges
-freed blocks. It returns no memory in a step: if no free block is large enough for a tensor, it requests
-a new segment, however much memory is free in smaller blocks. `Pool` has the default rules of
-c10/cuda/CUDACachingAllocator.cpp. Block sizes are multiples of 512 bytes. Blocks up to 1 MiB are
+freed blocks. It returns no memory in a step: if no free block is large enough for a tensor, it
+requests a new segment, however much memory is free in smaller blocks. `Pool` has the default rules
+of c10/cuda/CUDACachingAllocator.cpp. Block sizes are multiples of 512 bytes. Blocks up to 1 MiB are
 split from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB; larger blocks get a
 segment of their size, rounded up to 2 MiB. A tensor gets the smallest free block that is large
 enough; the rest of the block is split off.

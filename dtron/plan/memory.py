@@ -13,11 +13,11 @@
     buffers      context parallelism's keys and values, and symmetric memory
 
 `peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds, and
-symmetric memory, which is outside of it; both must fit the device. Both come from a replay of a step's allocations (`dtron.plan.replay`). The
-allocator does not share memory between streams: FSDP makes gradient shards on its reduction stream,
-where they cannot reuse the memory of freed activations. Gradients that are not reduced are on the
-computation stream. The CUDA context, NCCL and libraries are outside the allocator
-(`Hardware.outside`).
+symmetric memory, which is outside of it; both must fit the device. The allocator's comes from a
+replay of a step's allocations (`dtron.plan.replay`), as `peak`. The allocator does not share memory
+between streams: FSDP makes gradient shards on its reduction stream, where they cannot reuse the
+memory of freed activations. Gradients that are not reduced are on the computation stream. The CUDA
+context, NCCL and libraries are outside the allocator (`Hardware.outside`).
 """
 
 from collections.abc import Mapping, Sequence

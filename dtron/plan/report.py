@@ -93,7 +93,8 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP per token (full), "
         f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
         f"memory: pipeline rank {memory['worst_rank']} reserves {_size(memory['reserved'])}"
-        f"{_shared(memory['symmetric'])} of {_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
+        f"{_shared(memory['symmetric'])} of {_size(memory['limit'])} on {plan['hardware']}: "
+        f"{verdict}; with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
         *(f"warning: {what}" for what in plan["warnings"]),

@@ -274,7 +274,8 @@ class _SearchQueue:
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
             return self._refuse(choice)
         bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)
-        heapq.heappush(self.queue, _QueueEntry(-_rated(bound, choice["overlap"]), self.counts["enumerated"], choice))
+        slowness = -_rated(bound, choice["overlap"])
+        heapq.heappush(self.queue, _QueueEntry(slowness, self.counts["enumerated"], choice))
 
     def pop(self) -> FoundLayout | None:
         """Pop the first entry; return the layout if it has a time and fits, else None.
@@ -352,7 +353,7 @@ def _choices(
             continue
         for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0, model.n_layers + 2):
             shards = world // (tp * cp * pp)
-            for (ep, etp), replicas, (schedule, v, overlap), mode, micro, recipe in itertools.product(
+            for (ep, etp), replicas, way, mode, micro, recipe in itertools.product(
                 _expert_degrees(model, shards * cp * tp),
                 _replicas(shards),
                 SCHEDULES if pp > 1 else (("1F1B", 0, False), ("1F1B", 0, True)),
@@ -360,6 +361,7 @@ def _choices(
                 MICRO_BATCHES,
                 ("", RECIPE) if float8 and not own else (own,),
             ):
+                schedule, v, overlap = way
                 if shards // replicas * cp * tp % (ep * etp):
                     continue
                 if batch % (shards * micro) or pp * v > model.n_layers + 2:

@@ -284,7 +284,7 @@ def test_a_cuda_graph_where_the_host_is_slower(
     found = of_hardware(config, world, hardware(row))
     row_of_log = found.chosen.get("compile.cuda_graphs")
     assert (found.config.compile.cuda_graphs == "step", row_of_log is not None) == (expected,) * 2
-    assert not expected or "compile.cuda_graphs = \"step\" (the host needs longer" in found.line()
+    assert not expected or 'compile.cuda_graphs = "step" (the host needs longer' in found.line()
 
 
 def test_a_cuda_graph_fits() -> None:
