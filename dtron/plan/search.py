@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, counted
 from dtron.models.config import DecoderConfig, LayerKind
-from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
@@ -48,7 +47,7 @@ SCHEDULES = (
 """(schedule, stages per rank, whether micro-batches overlap)."""
 MARGIN = 0.02
 """Fraction by which overlapped micro-batches must be faster: over NVLink they gained 1%."""
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "schedule", "stages_per_rank")
@@ -179,6 +178,8 @@ def _label(choice: dict[str, Any]) -> str:
     if choice["pp"] > 1:
         words.append(f"{choice['schedule']} x {choice['stages_per_rank']}")
     words += [f"micro-batch {choice['micro']}", f"recompute {choice['mode']}"]
+    if choice["zero"] == 3:
+        words.append("zero 3")
     words += [key for key in ("offload", "overlap") if choice[key]]
     if choice["recipe"]:
         words.append(f"float8 {choice['recipe']}")
@@ -332,8 +333,15 @@ class _SearchQueue:
                 )
 
     def _refuse(self, choice: dict[str, Any]) -> None:
-        """Drop a choice; if the choice is too large, queue it with activations offloaded."""
+        """Drop a choice that is too large; queue it with what takes less memory: weights gathered
+        for each micro-batch, and activations offloaded."""
         self.counts["too large"] += 1
+        if choice["overlap"]:  # legal with neither
+            return
+        first = choice["offload"] == self.config.recompute.offload
+        shards = self.world // (choice["tp"] * choice["dp_replicate"])
+        if first and choice["zero"] == 1 and choice["pp"] == 1 and shards > 1:
+            self.push({**choice, "zero": 3})
         if not choice["offload"]:
             self.push({**choice, "offload": True})
 
@@ -385,6 +393,7 @@ def _choices(
                     "recipe": recipe,
                     "micro": micro,
                     "micro_batches": batch // (shards * micro),
+                    "zero": 1 if batch > shards * micro else 0,
                 }
 
 
@@ -417,22 +426,21 @@ def _replicas(shards: int) -> list[int]:
 def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the config with a choice.
 
-    With several micro-batches, zero = 1 keeps weights gathered over the step. `pp_layout`,
-    `defer_head` and `high_priority` are reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    With several micro-batches, zero = 1 keeps weights gathered over the step, and zero = 3 does
+    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority` are
+    reset. Unset keys stay unset, for `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"overlap_micro_batches": choice["overlap"]}
     parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
-    if choice["micro_batches"] > 1:
-        parallel["zero"] = 1
+    if choice["zero"]:
+        parallel["zero"] = choice["zero"]
     if choice["tp"] == 1:
         parallel["sequence_parallel"] = True
         if config.parallel.async_tp:
             parallel["async_tp"] = False
     if choice["cp"] == 1:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
-    leaves = choice["ep"] * choice["etp"] > 1 and not in_graphs(config.parallel.dispatcher)
-    eager = leaves and choice["mode"] == "selective"
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},
@@ -444,7 +452,6 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "offload": choice["offload"],
         },
         float8={"recipe": choice["recipe"]},
-        compile={"enable": config.compile.enable and not eager},
     )
 
 
@@ -511,7 +518,7 @@ def _least_bytes(
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     frozen = config.lora.rank > 0  # adapters are small
-    whole = (2.0 if frozen else 6.0) if choice["micro_batches"] > 1 else 0.0
+    whole = (2.0 if frozen else 6.0) if choice["zero"] == 1 else 0.0
     moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
     moments *= 1 - config.optim.offload
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments

@@ -39,6 +39,7 @@ def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
     [
         ("llama3_8b", 8, ["parallel.cp=2"], {"cp": 2, "dp_shard": 4}),
         ("llama3_70b", 64, [], {"tp": 4, "pp": 4, "cp": 2, "dp_shard": 2, "stages_per_rank": 2}),
+        ("llama3_70b_host", 8, [], {"dp_shard": 8, "zero": 3}),
         ("llama3_405b", 1024, [], {"tp": 8, "pp": 8, "cp": 2, "dp_shard": 8, "stages_per_rank": 4}),
         ("deepseek_v3", 1024, [], {"tp": 2, "pp": 16, "dp_shard": 32, "ep": 64, "edp_shard": 1}),
         ("gpt3_175b", 1024, [], {"tp": 8, "pp": 16, "dp_shard": 8}),

@@ -82,7 +82,8 @@ def test_no_layout_needs_less_than_its_least_bytes(overrides: str, world: int) -
     weights, choices = _weights(config, model), list(_choices(config, model, world))
     random.Random(0).shuffle(choices)
     seen = 0
-    for choice in choices:
+    for i, drawn in enumerate(choices):
+        choice = {**drawn, "zero": 3} if drawn["zero"] and i % 2 else drawn
         try:
             run = Resolved.of(_with_choice(config, choice), world)
         except ConfigError:
@@ -320,6 +321,18 @@ def test_offload_is_looked_at_where_nothing_else_fits() -> None:
         assert fits(each.run, memory(each.run), small)
     poor = replace(small, host_memory=1e9)
     assert not any(each.run.config.recompute.offload for each in search(config, 8, poor).best)
+
+
+def test_weights_are_gathered_for_each_micro_batch_where_nothing_else_fits() -> None:
+    words = ["train.seq_len=16384", "train.global_batch=64", "train.loss_chunks=16"]
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", [*SMALL, *words])
+    large, small = (search(config, 4, hardware("h200", memory=m), most=2) for m in (140e9, 26e9))
+    for found, zero in ((large, 1), (small, 3)):
+        first, second = found.best
+        assert first.run.micro_batches > 1
+        assert first.run.parallel()["zero"] == zero
+        assert ("zero 3" in first.label) == (zero == 3)
+        assert first.label != second.label
 
 
 def test_etp_is_looked_at_with_experts_and_float8_where_one_asks(tmp_path: Path) -> None:
