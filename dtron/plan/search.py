@@ -427,8 +427,8 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     """Return the config with a choice.
 
     With several micro-batches, zero = 1 keeps weights gathered over the step, and zero = 3 does
-    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority` are
-    reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority`
+    are reset. Unset keys stay unset, for `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"overlap_micro_batches": choice["overlap"]}
