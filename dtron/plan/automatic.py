@@ -103,27 +103,29 @@ def _predictions(
 
 
 def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
-    try:
-        run = Resolved.of(config, world_size)
-        if _is_unknown(config):
-            return float("inf")
+    def share(run: Resolved) -> float:
         on_host = offloaded_by_host(run, row) / (row.host_memory * 19 / 20)
         return max(worst(memory(run)).reserved / row.room, on_host)
-    except ConfigError:
-        return float("inf")
-    except Exception:  # a run can start without a prediction
-        log.exception("the planner failed; settings that depend on memory keep their defaults")
-        return float("inf")
+
+    return _predicted(config, world_size, share)
 
 
 def _seconds(config: RunConfig, world_size: int, row: Hardware) -> float:
+    return _predicted(config, world_size, lambda run: predict(run, row).step)
+
+
+def _predicted(config: RunConfig, world_size: int, value: Callable[[Resolved], float]) -> float:
+    """Return a predicted value of a run; inf: the planner cannot predict it.
+
+    It cannot if the run is not legal, its precision has no rates, or its family a custom module.
+    """
     try:
         run = Resolved.of(config, world_size)
-        return float("inf") if _is_unknown(config) else predict(run, row).step
-    except ConfigError:  # the precision has no rates
+        if any(counted_as_decoder(config.model.name, model_spec(config.model.name))):
+            return float("inf")
+        return value(run)
+    except ConfigError:
         return float("inf")
-
-
-def _is_unknown(config: RunConfig) -> bool:
-    """Whether the model's family has a module of its own, which the planner does not know."""
-    return any(counted_as_decoder(config.model.name, model_spec(config.model.name)))
+    except Exception:  # a run can start without a prediction
+        log.exception("the planner failed; settings that depend on predictions keep their defaults")
+        return float("inf")

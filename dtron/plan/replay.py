@@ -23,7 +23,7 @@
                of the second step do not find these blocks, and more memory is reserved. Moments
                in host memory are on the device a few buckets at a time
 
-    graph      with a CUDA graph the third step is in a pool of its own (`reserved`)
+    graph      with a CUDA graph the third step is in a separate pool (`reserved`)
 
 Three steps are enough: later steps reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
@@ -158,7 +158,7 @@ class _SavedByCall:
 def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> int:
     """Return the bytes that the allocator `pool` reserves for a rank's computation stream.
 
-    A CUDA graph is recorded in a pool of its own, after free memory is returned; validation then
+    A CUDA graph is recorded in a separate pool, after free memory is returned; validation then
     needs memory outside of it. Two micro-batches at once have a pool each.
     """
     graphs = run.config.compile.cuda_graphs == "step"
@@ -203,7 +203,7 @@ def at_peak(run: Resolved, rank: int) -> dict[str, int]:
 
 
 def _second_lane(replay: "_Replay", pool: type[Pool | Expandable | HolelessPool]) -> int:
-    """Return the bytes that the second of two micro-batches at once reserves in its own pool.
+    """Return the bytes that the second of two micro-batches at once reserves in its pool.
 
     0 without `parallel.overlap_micro_batches`. Weights are gathered and sums exist by then.
     """

@@ -540,7 +540,9 @@ def test_a_planner_that_fails_stops_no_start(
     monkeypatch.setattr(planner, "memory", lambda _: 1 // 0)
     found = of_hardware(config_of(), 8, hardware("h200"))
     assert (found.config, found.chosen) == (config_of(), {})
-    assert "the planner failed; settings that depend on memory keep their defaults" in caplog.text
+    assert (
+        "the planner failed; settings that depend on predictions keep their defaults" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
