@@ -161,8 +161,8 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
     A CUDA graph is recorded in a separate pool, after free memory is returned; validation then
     needs memory outside of it. Two micro-batches at once have a pool each.
     """
-    graphs = run.config.compile.cuda_graphs == "step"
-    replay = _Replay(run, rank, pool())
+    graphs, usual = run.config.compile.cuda_graphs == "step", pool()
+    replay = _Replay(run, rank, usual)
     replay.take_weights()
     for step in range(GRAPH_WARM_UP if graphs else STEPS):
         replay.step()
@@ -170,10 +170,9 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
             replay.take_moments()
         replay.update_offloaded()
         replay.drop_gradients()
-    found = replay.pool.reserved
     if not graphs:
-        return found + _second_lane(replay, pool)
-    found -= replay.pool.unused
+        return usual.reserved + _second_lane(replay, pool)
+    found = usual.reserved - usual.unused
     for part in (replay.step, replay.evaluate):
         replay.pool = pool()
         part()

@@ -129,7 +129,7 @@ def test_planted_bugs_show(planted: type[Repeated]) -> None:
 class Verified(RecordingStep):
     """Computes the gradients of each step twice and compares them, as `faults.verify_step` does."""
 
-    def __call__(self, *arguments: Any) -> StepResult:
+    def __call__(self, batches: Any, step: int, lr: float, compute: Any = None) -> StepResult:
         found, host = self.model.applied, dist.group.WORLD
         assert host is not None
 
@@ -138,7 +138,7 @@ class Verified(RecordingStep):
             assert not wrong
             return loss
 
-        return super().__call__(*arguments, twice)
+        return super().__call__(batches, step, lr, twice)
 
 
 class Counted(Repeated):
