@@ -69,6 +69,11 @@ weight gradients of experts and router need. Recomputing them takes as long as a
 takes one token buffer per layer, which would be most of what mode `attention` saves. Save the
 results of both operators, or recompute both: a result of `peers_move` can be used only once."""
 
+CPU_ATTENTION = ("aten._scaled_dot_product_flash_attention_for_cpu.default",)
+"""Saved by all compiled code: torch counts it as random. To compute it again, compiled code saves
+the state of the CPU's generator behind the device mesh of DTensors, where torch 2.13 takes no
+tensor."""
+
 SAVED_OPS: dict[str, tuple[str, ...]] = {
     "full": CHOICES,
     "attention": (*ATTENTION, *CHOICES),
@@ -154,7 +159,8 @@ def _checkpointed(forward: Callable, settings: dict[str, Any], *args: Any, **kwa
 
 
 def _selective_contexts(mode: str, watch: Callable[[Any], None] | None) -> tuple[Any, Any]:
-    saved, moves = _ops(SAVED_OPS[mode]), _ops(MOVES)
+    compiled = CPU_ATTENTION if torch.compiler.is_compiling() else ()
+    saved, moves = _ops((*SAVED_OPS[mode], *compiled)), _ops(MOVES)
 
     def save_expensive(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
         if op in saved:

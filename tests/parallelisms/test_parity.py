@@ -514,7 +514,7 @@ SPECIAL = [
         "llama",
         2,
         Parallel(tp=2),
-        Recompute(mode="full", modules=["ffn"]),
+        Recompute(mode="full", modules=["attn", "ffn"]),
         Compile(enable=True, backend="aot_eager"),
     ),
     Case(
