@@ -49,16 +49,6 @@ def counted_as_decoder(row: str, spec: ModelSpec) -> Iterator[str]:
         )
 
 
-def left_out_of_plans(row: str, spec: ModelSpec) -> Iterator[str]:
-    """Yield a warning for each part of a model that counts of FLOPs, memory or time leave out."""
-    yield from counted_as_decoder(row, spec)
-    if reads_images(spec):
-        yield (
-            f"model.name = {row}: FLOPs, MFU and predicted times leave out the vision encoder and "
-            "the projector, and predicted memory leaves out their activations"
-        )
-
-
 def check_family(row: str, spec: ModelSpec, config: DecoderConfig) -> None:
     """Check that a family meets the requirements of all passes, before the process group starts.
 

@@ -196,7 +196,7 @@ class ExpertBlock(Block):
         ffn = self.ffn
         assert isinstance(ffn, MoE)
         rows, offsets, state = ffn.dispatch(self.ffn_norm(x), dropout_keys, loads, order, real)
-        pending = ffn.experts.begin(rows, offsets, state.tail)
+        pending = ffn.experts.begin(rows, offsets, state.tail, state.copies)
         shared_output = ffn.shared_output(state.x)
         h, counts, losses = ffn.combine(ffn.experts.finish(pending), shared_output, state)
         return self._add_ffn(x, h, dropout_keys), counts, losses

@@ -6,7 +6,9 @@
 Without a causal mask (BERT) all pairs count in both conventions.
 A frozen weight has no gradient and counts 4 instead of 6. A gated delta net counts, instead of the
 attention term, 18 * K * V per value head in both conventions: each token reads, writes and reads a
-state of K x V, evaluated token by token; evaluation by chunks takes more.
+state of K x V, evaluated token by token; evaluation by chunks takes more. An image of T tokens
+counts 6 * P' * T + 12 * L' * E * T^2 in both conventions, with P' parameters of encoder and
+projector and L' layers of width E; a third of it if they are frozen, without a backward.
 
 These are FLOPs per token, of forward and backward. P: parameters in matmuls (no embeddings; the
 head counts once per prediction, so 1 + mtp times), L layers, H heads, K and V widths of query-key
@@ -55,6 +57,8 @@ class FlopsModel:
     """Whether the causal convention counts half of the pairs; false: all pairs in both."""
     frozen_params: int = 0
     """Parameters of `matmul_params` whose gradients are not computed."""
+    image_flops: float = 0.0
+    """FLOPs per image of forward and backward in vision encoder and projector."""
 
     @classmethod
     def of(cls, config: DecoderConfig, adapters: int = 0) -> Self:
@@ -75,6 +79,7 @@ class FlopsModel:
             qk_head_dim=config.head_size,
             v_head_dim=config.v_head_size,
             causal=config.causal,
+            image_flops=(1 if adapters else 3) * image_flops(config),
         )
 
 
@@ -102,10 +107,7 @@ def n_parameters(config: DecoderConfig) -> int:
 
 
 def n_vision_parameters(config: DecoderConfig) -> int:
-    """Count the parameters of vision encoder and projector; 0: the model has none.
-
-    FLOPs of these are not counted: they depend on the number of images, not of tokens.
-    """
+    """Count the parameters of vision encoder and projector; 0: the model has none."""
     dim, hidden = config.vision_dim, config.vision_ffn_dim
     if not config.vision_layers:
         return 0
@@ -113,6 +115,18 @@ def n_vision_parameters(config: DecoderConfig) -> int:
     patches = (3 * config.vision_patch_size**2 + 1) * dim + config.image_tokens * dim
     projector = (dim + 1) * config.dim + (config.dim + 1) * config.dim
     return config.vision_layers * block + patches + projector
+
+
+def image_flops(config: DecoderConfig) -> float:
+    """Return the FLOPs per image in the forward of vision encoder and projector."""
+    tokens, width = config.image_tokens, config.vision_dim
+    weights = n_vision_parameters(config) - tokens * width  # without the positions
+    return 2.0 * tokens * (weights + 2 * config.vision_layers * width * tokens)
+
+
+def images_that_fit(config: DecoderConfig, seq_len: int) -> int:
+    """Return the number of images that fit into a sequence; 0 without a vision encoder."""
+    return seq_len // config.image_tokens if config.vision_layers else 0
 
 
 def n_active_parameters(config: DecoderConfig) -> int:
@@ -179,18 +193,21 @@ def _mixture(config: DecoderConfig) -> int:
     return total + (config.dim if config.shared_gate else 0)
 
 
-def flops_per_token(model: FlopsModel, attended: float, convention: Convention) -> float:
+def flops_per_token(
+    model: FlopsModel, attended: float, convention: Convention, images: float = 0.0
+) -> float:
     """Return the FLOPs of forward and backward per token.
 
     Args:
         attended: attended length, 2 * (mean number of keys per query) - 1: the sequence length, or
             sum(L^2) / sum(L) for documents of length L.
+        images: number of images per token.
     """
     heads = model.n_heads * (model.qk_head_dim + model.v_head_dim)
     weights = 6 * model.matmul_params - 2 * model.frozen_params
     passes = _PASSES[convention if model.causal else "full"]
     attention = passes * model.n_layers * heads * attended
-    return weights + attention + model.state_flops
+    return weights + attention + model.state_flops + images * model.image_flops
 
 
 def attended_by_layers(length: int, windows: Sequence[int]) -> float:

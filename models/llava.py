@@ -32,7 +32,7 @@ from dtron.models.spec import (
     sequence,
 )
 from dtron.models.vision import VisionDecoder, encoder_config
-from dtron.parallelisms.placement import Replicate
+from dtron.parallelisms.placement import Encoder, Replicate
 
 IMAGE_PAD = 151655
 """Id of <|image_pad|> in Qwen3's vocabulary."""
@@ -57,11 +57,12 @@ SIZES = {
 
 
 def llava_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[str, Row]:
-    """Return the tp placements of decoder, encoder and projector.
+    """Return the tp placements of decoder, encoder and projector, all split over tp.
 
-    The encoder has no sequence parallelism: all tp ranks have whole images. With sequence
-    parallelism of the decoder each rank places the tokens of its own shard of the sequence, so that
-    the gradient of the images' tokens is a partial sum.
+    The encoder has no sequence parallelism: all tp ranks have all images. With sequence parallelism
+    of the decoder each rank places the tokens of its own shard of the sequence, so that the
+    gradient of the images' tokens is a partial sum. (With `parallel.encoder_tp` = 1 other rows
+    replicate the encoder: `parallelisms/tensor/encoder.py`.)
     """
     encoder = decoder_placements(encoder_config(config), sequence_parallel=False)
     own_tokens = sequence(split=(2,), partial=(1,)) if sequence_parallel else replicate()
@@ -215,5 +216,6 @@ LLAVA = ModelSpec(
     units=llava_units,
     placements=llava_placements,
     embedding=llava_embedding,
+    encoder=Encoder(("vision", "projector"), "vision.blocks.*", "place_images"),
     hf=HF,
 )

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtron.kernels.grouped import grouped_matmul
-from dtron.kernels.permute import inverse_of, repeated, summed
+from dtron.kernels.permute import Copies, repeated, sort_by_expert, summed
 from dtron.models.config import DecoderConfig
 from dtron.models.layers import ACTIVATIONS, FeedForward
 from dtron.models.router import Router
@@ -51,9 +51,12 @@ class Experts(nn.Module):
         multiply: `grouped_matmul`, or its float8 replacement.
         adapt: (experts, matrix name, x, result of `product`, offsets) -> result with the product of
             the matrix's adapter, set by LoRA.
+        takes_tokens: whether `begin` takes tokens (N, D) instead of their rows, and `finish`
+            returns each token's weighted sum (N, D). Expert parallelism sets it.
     """
 
     adapt: Callable[["Experts", str, Tensor, Tensor, Tensor], Tensor] | None = None
+    takes_tokens = False
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -79,10 +82,13 @@ class Experts(nn.Module):
         """
         return getattr(self, name)
 
-    def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
+    def begin(
+        self, rows: Tensor, offsets: Tensor, tail: bool = True, copies: Copies | None = None
+    ) -> Any:
         """Start to dispatch rows to their experts; arguments: those of `forward`.
 
-        Returns an opaque handle for one call of `finish`.
+        `copies` is used only with `takes_tokens`. Returns an opaque handle for one call of
+        `finish`.
         """
         return rows, offsets, tail
 
@@ -138,20 +144,6 @@ class Experts(nn.Module):
         return out + added
 
 
-def sort_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort slots (slot i k + j is token i's j-th expert) by expert, then by token.
-
-    Args:
-        chosen: int64 (N, k); n_experts: no expert. Slots without an expert come last.
-    Returns:
-        Slot of each row, int64 (N k,); row of each slot, int64 (N k,); offsets int32 (E,).
-    """
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    counts = flat.new_zeros(n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
-    return order, inverse_of(order), counts[:-1].cumsum(0).int()
-
-
 def capacity(n_slots: int, n_experts: int, factor: float) -> int:
     """Return the capacity of one expert, given the n_slots = N k of a micro-batch."""
     return math.ceil(factor * n_slots / n_experts)
@@ -205,12 +197,7 @@ class DispatchState(NamedTuple):
 
     x: Tensor
     """(B, T, D), the layer's input."""
-    weights: Tensor
-    """(N, k), weights of the experts."""
-    slots: Tensor
-    """int64 (R,), slot of each row."""
-    rows: Tensor
-    """int64 (N k,), row of each slot."""
+    copies: Copies
     counts: Tensor
     losses: Tensor
     """Like `counts`, an argument of `Router.record`."""
@@ -244,7 +231,7 @@ class MoE(nn.Module):
             (B, T, D) in x's dtype, and counts and losses for `Router.record`.
         """
         rows, offsets, state = self.dispatch(x, keys, loads, order, real)
-        pending = self.experts.begin(rows, offsets, state.tail)
+        pending = self.experts.begin(rows, offsets, state.tail, state.copies)
         shared_output = self.shared_output(x)
         return self.combine(self.experts.finish(pending), shared_output, state)
 
@@ -267,7 +254,8 @@ class MoE(nn.Module):
             real: bool (B, T), False for padding, which gets no experts and is not counted; None:
                 no padding.
         Returns:
-            Rows (R, D) and offsets int32 (E,) for the experts; the state for `combine`.
+            Rows (R, D), or tokens (N, D) if the experts take tokens; offsets int32 (E,) of the
+            rows; the state for `combine`.
         """
         weights, chosen, counts, losses = self.router(x, keys, loads, real)
         chosen, most = self._drop_over_capacity(chosen, order, padded=real is not None)
@@ -277,9 +265,12 @@ class MoE(nn.Module):
             most = min(most, len(flat))
             places = pad_to_capacity(chosen, places, self.router.n_experts, most)
         slots, by_slot, offsets = places
-        rows = repeated(flat, slots, by_slot, chosen.shape[1])
+        rows = flat
+        if not self.experts.takes_tokens:
+            rows = repeated(flat, slots, by_slot, chosen.shape[1])
         tail = not self.capacity_pad and (bool(self.capacity_factor) or real is not None)
-        return rows, offsets, DispatchState(x, weights, slots, by_slot, counts, losses, tail)
+        copies = Copies(weights, slots, by_slot)
+        return rows, offsets, DispatchState(x, copies, counts, losses, tail)
 
     def shared_output(self, x: Tensor) -> Tensor | None:
         """Apply the shared experts, (B, T, D) -> (B, T, D); None without shared experts."""
@@ -296,7 +287,8 @@ class MoE(nn.Module):
         Returns the same as `forward`.
         """
         x = state.x
-        out = summed(rows, state.weights, state.slots, state.rows).view_as(x).to(x.dtype)
+        out = rows if self.experts.takes_tokens else summed(rows, *state.copies)
+        out = out.view_as(x).to(x.dtype)
         return out if shared_output is None else out + shared_output, state.counts, state.losses
 
     def _drop_over_capacity(

@@ -12,6 +12,7 @@ from dtron.models.decoder import Decoder, init_parameter
 from dtron.models.hf import HuggingFace
 from dtron.models.layers import ACTIVATIONS
 from dtron.parallelisms.placement import (
+    Encoder,
     Placement,
     Replicate,
     Row,
@@ -231,6 +232,8 @@ class ModelSpec:
     """Modules whose weight has one row per vocabulary token, padded if tp does not divide it."""
     embedding: Callable[[DecoderConfig], tuple[str, ...]] = embedding_modules
     """Modules of the first pipeline stage in addition to its layers."""
+    encoder: Encoder | None = None
+    """Modules of the encoder, on the first pipeline stage; None: the family has none."""
     layer: str = "blocks.{}"
     """FQN of a layer, with {} for its index."""
     head: tuple[str, ...] = ("norm", "head")

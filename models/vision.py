@@ -43,6 +43,7 @@ def encoder_config(config: DecoderConfig) -> DecoderConfig:
         norm_eps=1e-6,
         norm_zero_centered=config.norm_zero_centered,
         bias=True,
+        causal=False,
         positions="learned",
         max_seq_len=config.image_tokens,
     )

@@ -1,7 +1,7 @@
 """Apply all parallelisms to a plain model, in this order:
 
     model on meta -> float8 -> padded vocabulary -> cut into stages -> for each stage:
-        tensor parallel -> expert parallel -> context parallel
+        tensor parallel -> inputs of an encoder -> expert parallel -> context parallel
         -> weight gradients deferred or added to sums -> loss in the head
         -> recompute and compile -> offload -> fsdp -> initial weights
     -> optimizer
@@ -57,8 +57,10 @@ from dtron.parallelisms.pipeline.split_backward import COMPILE_OPTIONS, accumula
 from dtron.parallelisms.pipeline.stages import Cut, SharedWeights, cut, take_stage, uncut
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import (
+    Encoder,
     Unit,
     experts,
+    matches,
     present,
     refuse_shared_parameters,
     select,
@@ -67,6 +69,7 @@ from dtron.parallelisms.placement import (
 from dtron.parallelisms.recompute import chunk_feed_forward
 from dtron.parallelisms.recompute import recompute as apply_recompute
 from dtron.parallelisms.tensor.async_tp import check_rows
+from dtron.parallelisms.tensor.encoder import replicated, split_inputs
 from dtron.parallelisms.tensor.head_loss import HeadLoss, attach_loss
 from dtron.parallelisms.tensor.tensor_parallel import (
     Placements,
@@ -127,6 +130,9 @@ class Passes(ParallelPlan):
     rows are appended if tp does not divide the number of rows."""
     layout: Layout | None = None
     """The pipeline stages to cut the model into; None: no pipeline."""
+    encoder: Encoder | None = None
+    """The model's encoder: cp and tp ranks encode different inputs (`tensor/encoder.py`), and its
+    blocks are recomputed, compiled and offloaded as the decoder's. None: the model has none."""
     replicas: Replicas = "backward"
     """When to sum partial gradients of replicated parameters (norms under sequence parallelism)
     over tp. "backward": in each backward; "step": once per step, in `complete_gradients`."""
@@ -231,7 +237,10 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         passes.convert(model)
     tp, pp = mesh.size("tp"), mesh.rank("pp")
     padded = pad_vocabulary(model, passes.vocabulary, tp)
-    tp_plan = plan(model, passes.placements or {}, tp) if tp > 1 else Plan({}, ())
+    placements = passes.placements or {}
+    if passes.encoder and tp > 1 and passes.parallel.encoder_tp == 1:
+        placements = replicated(placements, passes.encoder)
+    tp_plan = plan(model, placements, tp) if tp > 1 else Plan({}, ())
     for n_heads in sorted(shared_heads(tp_plan, tp)):
         mesh.heads(n_heads)  # a collective: all ranks call it, also those without such heads
     if passes.parallel.async_tp:
@@ -293,8 +302,9 @@ class _Selection:
 
     units: list[list[str]]
     """FQNs of the modules of each FSDP unit."""
-    blocks: list[str]
-    """FQNs of the blocks to recompute, compile, offload and overlap, in order."""
+    blocks: dict[str, int]
+    """{FQN of a block to recompute, compile, offload and overlap: its index}, in the order of the
+    forward. Blocks of encoder and decoder are numbered separately."""
     cores: list[str]
     """FQNs of the context-parallel attention modules, in order; empty with cp = 1."""
     recurrent: list[str]
@@ -322,6 +332,8 @@ def _apply_to_stage(
     if tp_plan.rows:
         overlap = passes.parallel.async_tp
         apply_tensor_parallel(part, mesh.flat("tp"), tp_plan, passes.replicas, overlap, mesh.heads)
+    if passes.encoder is not None:
+        split_inputs(modules, passes.encoder, mesh, passes.parallel)
     expert_modules = {name: modules[name] for name in selection.experts if name in modules}
     if passes.experts is not None and expert_modules:
         apply_experts(expert_modules, passes.experts, mesh, dispatcher)
@@ -337,7 +349,7 @@ def _apply_to_stage(
     if passes.loss is not None and passes.loss[0] in modules:
         head, loss = passes.loss
         attach_loss(modules[head], loss)
-    blocks = [(i, b, modules[b]) for i, b in enumerate(selection.blocks) if b in modules]
+    blocks = [(i, b, modules[b]) for b, i in selection.blocks.items() if b in modules]
     broken = {name for name in selection.blocks if breaks_graph(name, expert_modules, dispatcher)}
     if broken:
         compile_activations(expert_modules.values(), passes.compile)
@@ -407,26 +419,30 @@ def _wrap_blocks(
     """Apply recomputation and compilation to blocks, in place.
 
     Args:
-        blocks: (index in the model, FQN, block).
+        blocks: (index in the encoder or the decoder, FQN, block).
         broken: FQNs of blocks whose graph breaks at a dispatcher.
     Returns:
         Number of recomputed blocks, and FQNs of compiled ones.
     """
     named = {name: block for _, name, block in blocks}
     numbered = [(i, block) for i, _, block in blocks]
+    dynamic = {n for n in named if passes.encoder and matches(passes.encoder.blocks, n)}
+    static = dynamic if passes.parallel.encoder_tp > 1 else ()  # compiled DTensors have one shape
+    compilable = {name: block for name, block in named.items() if name not in static}
     if passes.recompute.ffn_chunks > 1:
         chunk_feed_forward(named.values(), passes.recompute.ffn_chunks, passes.keep_rng)
     if passes.recompute.mode == "full" and not passes.recompute.modules:
         # Full recomputation wraps the compiled forward: torch 2.13 cannot save the mesh of a
         # DTensor for a compiled block that contains the recomputation.
-        compiled = compile_blocks(named, passes.compile, options, True, broken)
+        compiled = compile_blocks(compilable, passes.compile, options, True, broken, dynamic)
         return apply_recompute(numbered, passes.recompute, passes.keep_rng), compiled
     # The hooks of offload see the tensors that a compiled graph saves. Eager selective
     # recomputation keeps its tensors in a cache instead, which offload must be passed.
     watch = offload.watch if offload is not None and not passes.compile.enable else None
     recomputed = apply_recompute(numbered, passes.recompute, passes.keep_rng, watch)
     forward_only = offload is not None
-    return recomputed, compile_blocks(named, passes.compile, options, forward_only, broken)
+    compiled = compile_blocks(compilable, passes.compile, options, forward_only, broken, dynamic)
+    return recomputed, compiled
 
 
 def _check_axes(mesh: Mesh, passes: Passes) -> None:
@@ -487,11 +503,15 @@ def _check_columns(by_columns: Sequence[nn.Parameter], mesh: Mesh) -> None:
             )
 
 
-def _block_names(model: nn.Module, passes: Passes) -> list[str]:
-    """Return FQNs of the blocks to recompute, compile, offload or overlap; empty if all are off."""
+def _block_names(model: nn.Module, passes: Passes) -> dict[str, int]:
+    """Return {FQN: index} of the blocks to recompute, compile, offload or overlap.
+
+    Empty if all of these are off.
+    """
     recompute, overlaps = passes.recompute, passes.parallel.overlap_micro_batches
     if recompute == Recompute() and not passes.compile.enable and not overlaps:
-        return []
+        return {}
+    encoder = select(model, passes.encoder.blocks) if passes.encoder else {}
     blocks = select(model, _block_pattern(passes.units, passes.blocks))
     if recompute.ffn_chunks > 1 and not any(hasattr(b, "feed_forward") for b in blocks.values()):
         raise ConfigError(
@@ -505,7 +525,7 @@ def _block_names(model: nn.Module, passes: Passes) -> list[str]:
             f"recompute.modules has {missing[0]!r}, but no recomputed block has this module; use "
             "FQNs relative to the block"
         )
-    return list(blocks)
+    return {name: i for found in (encoder, blocks) for i, name in enumerate(found)}
 
 
 def _core_names(model: nn.Module, mesh: Mesh, passes: Passes) -> list[str]:

@@ -21,12 +21,14 @@ def compile_blocks(
     inductor_options: Mapping[str, Any] | None = None,
     forward_only: bool = False,
     broken: Collection[str] = (),
+    dynamic: Collection[str] = (),
 ) -> list[str]:
     """Compile each block in place, for static shapes.
 
     Args:
         inductor_options: options of the inductor backend; other backends ignore them.
         broken: FQNs of blocks whose graph breaks at a dispatcher.
+        dynamic: FQNs of blocks to compile for dynamic shapes.
         forward_only: compile `block.forward`, which can then be wrapped, instead of `__call__`.
     Returns:
         FQNs of the compiled modules, for the log.
@@ -35,11 +37,11 @@ def compile_blocks(
         return []
     settings = _settings(options, inductor_options)
     for name, block in blocks.items():
-        settings["fullgraph"] = name not in broken
+        settings |= {"fullgraph": name not in broken, "dynamic": name in dynamic}
         if forward_only:
-            block.forward = torch.compile(block.forward, dynamic=False, **settings)
+            block.forward = torch.compile(block.forward, **settings)
         else:
-            block.compile(dynamic=False, **settings)
+            block.compile(**settings)
     return list(blocks)
 
 

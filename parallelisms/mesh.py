@@ -110,6 +110,7 @@ class Mesh:
         self.expert_degrees = resolve_expert_degrees(self.degrees, ep, etp)
         self._experts: DeviceMesh | None = None
         self._expert_groups: list[dist.ProcessGroup] = []
+        self._expert_hosts: dict[Any, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._context: dict[int, DeviceMesh] = {}
         self._heads: dict[int, DeviceMesh] = {}
         self._heads_override = override.get("tp")
@@ -141,6 +142,25 @@ class Mesh:
             group = _group(self.expert_degrees, ["ep", "etp"], separate=again)
             self._expert_groups.append(group)
         return self._expert_groups[number]
+
+    def expert_hosts(
+        self, group: dist.ProcessGroup, inside: int
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Split an `expert_group` into hosts of `inside` neighbouring ranks; return two groups.
+
+        The first group has one rank per host: the rank with this rank's index in its host. The
+        second group has the ranks of this rank's host. The first call for each group is a
+        collective over all ranks.
+        """
+        if (key := (str(group.group_name), inside)) not in self._expert_hosts:
+            ranks = self.expert_degrees["ep"] * self.expert_degrees["etp"]
+            degrees = {
+                axis: n for axis, n in self.expert_degrees.items() if axis not in ("ep", "etp")
+            }
+            degrees |= {"ep_outer": ranks // inside, "ep_inner": inside}
+            outer, inner = (_group(degrees, [a], separate=True) for a in ("ep_outer", "ep_inner"))
+            self._expert_hosts[key] = outer, inner
+        return self._expert_hosts[key]
 
     def sharing_experts(self) -> DeviceMesh:
         """The mesh over which FSDP shards experts.
@@ -247,6 +267,8 @@ class Mesh:
             yield from ((axis, self._experts.get_group(axis)) for axis in axes)
         for group in self._expert_groups:
             yield _JOIN.join(("ep", "etp")), group
+        for groups in self._expert_hosts.values():
+            yield from zip(("ep_outer", "ep_inner"), groups, strict=True)
 
 
 def _group(

@@ -22,6 +22,7 @@ from dtron.errors import PlacementError, nearest
 
 __all__ = [
     "LOW_RANK",
+    "Encoder",
     "PassThrough",
     "Placement",
     "Replicate",
@@ -104,6 +105,21 @@ def _is_tensors(value: Any) -> bool:
 def present(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules of this stage, without placeholders of other stages."""
     return {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Modules of an encoder before the decoder, such as one of images.
+
+    Its inputs (N, ...) are a batch of their own: N differs between micro-batches.
+    """
+
+    modules: tuple[str, ...]
+    """FQNs in the order of the forward; the first module's first argument is the inputs."""
+    blocks: str
+    """Pattern of its blocks."""
+    reader: str
+    """FQN of the decoder's module whose second argument is the encoder's output (N, ...)."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def parallelize(
 
 # Keys of [parallel] that only the Trainer uses. For some, the plug-in has arguments instead.
 _TRAINERS_KEYS = (
-    "sequence_parallel cp_method cp_inner dispatcher ep_capacity overlap_micro_batches async_tp "
-    "schedule stages_per_rank pp_layout defer_head high_priority timeout_seconds"
+    "sequence_parallel cp_method cp_inner dispatcher ep_capacity ep_inner overlap_micro_batches "
+    "async_tp schedule stages_per_rank pp_layout defer_head high_priority timeout_seconds"
 )
 
 

@@ -119,12 +119,16 @@ def _hidden(runs: Sequence[Outcome]) -> float | None:
 def _flops(config: RunConfig, runs: Sequence[Outcome], options: Options) -> dict[str, float]:
     """Return FLOPs per token by convention.
 
-    They use the mean attended length of the timed steps: 2 * (mean number of keys per query) - 1.
+    They use the mean attended length of the timed steps, 2 * (mean number of keys per query) - 1,
+    and their mean number of images per token.
     """
     model = model_config(config.model.name, config.model.size, config.model.override)
-    attended = statistics.fmean(x for run in runs for x in run.times["attended"][options.timed])
+    attended, images = (
+        statistics.fmean(x for run in runs for x in run.times[key][options.timed])
+        for key in ("attended", "images")
+    )
     sizes = flops_model(config.model.name, model, config.lora)
-    return {name: flops_per_token(sizes, attended, name) for name in CONVENTIONS}
+    return {name: flops_per_token(sizes, attended, name, images) for name in CONVENTIONS}
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -193,21 +193,30 @@ class Parallel(Section):
     etp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert tensor parallelism: ranks over which the hidden width of each expert is split. It is
     independent of tp; ep x etp divides dp_shard x cp x tp."""
-    dispatcher: Literal["all_to_all", "symmetric_memory", "bounded_all_to_all", "deepep"] = (
-        "all_to_all"
-    )
+    encoder_tp: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Tensor parallelism of an encoder (of images), 1 or `tp`. 1: the cp x tp ranks of a
+    micro-batch encode different images, and their outputs are gathered; parameters of the encoder
+    are whole on each tp rank. `tp`: heads and hidden units of the encoder are split as the
+    decoder's; for large encoders, or for less than one image per rank."""
+    dispatcher: Literal[
+        "all_to_all", "symmetric_memory", "bounded_all_to_all", "hierarchical", "deepep"
+    ] = "all_to_all"
     """With ep or etp > 1, how tokens are dispatched to their experts. `all_to_all`: NCCL all-to-all
     for dispatch and combine; the host waits for the GPU once per layer. `symmetric_memory`: ranks
     of one host read each other's memory, without this wait. `bounded_all_to_all`: all-to-alls of a
-    fixed size, over any hosts, without this wait; more bytes are sent, by `ep_capacity`. `deepep`:
-    the library DeepEP, in bfloat16, if it is installed. `auto`: `symmetric_memory` with etp = 1 on
-    GPUs of one host if `ep_capacity` is at least ep, which is enough for any load; else
-    `all_to_all`."""
+    fixed size, over any hosts, without this wait; more bytes are sent, by `ep_capacity`.
+    `hierarchical`: likewise, but a token is sent once to each host of its experts, and its results
+    return as one sum per host. `deepep`: the library DeepEP, in bfloat16, if it is installed.
+    `auto`: `symmetric_memory` with etp = 1 on GPUs of one host if `ep_capacity` is at least ep,
+    which is enough for any load; else `all_to_all`."""
     ep_capacity: float = Field(default=2.0, ge=1.0, le=1e6)
-    """The maximum number of token copies that a rank receives (`symmetric_memory`), or that it
-    sends to one rank (`bounded_all_to_all`), as a multiple of a balanced load; buffers and
-    activations of experts grow with it. If there are more, the run raises the capacity and repeats
-    the steps; ep_capacity = ep is always enough."""
+    """The maximum number of token copies that a rank receives (`symmetric_memory`), that it sends
+    to one rank (`bounded_all_to_all`), or of tokens that it sends to one host (`hierarchical`), as
+    a multiple of a balanced load; buffers and activations of experts grow with it. If there are
+    more, the run raises the capacity and repeats the steps; ep_capacity = ep is always enough."""
+    ep_inner: int = Field(default=0, ge=0, le=MAX_RANKS)
+    """With `dispatcher = "hierarchical"`, the number of neighbouring ep ranks in a host; 0: those
+    with equal host names."""
     overlap_micro_batches: bool = False
     """With ep or etp > 1 and several micro-batches, run the forward of a micro-batch together with
     the backward of another, so that dispatch and combine overlap with computation. Takes the memory
@@ -286,7 +295,7 @@ class Parallel(Section):
     @property
     def bounded(self) -> bool:
         """Whether the dispatcher has buffers of a fixed size, `ep_capacity`."""
-        return self.dispatcher in ("symmetric_memory", "bounded_all_to_all")
+        return self.dispatcher in ("symmetric_memory", "bounded_all_to_all", "hierarchical")
 
     def cp_methods(self) -> tuple[CpMethod, ...]:
         """Return `cp_method` as a tuple: one method for all layers, or one per layer."""

@@ -243,6 +243,12 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
+        "parallel.encoder_tp parallel.tp",
+        lambda c: c.parallel.encoder_tp in (1, c.parallel.tp),
+        "parallel.encoder_tp = {c.parallel.encoder_tp} is neither 1 nor parallel.tp = "
+        "{c.parallel.tp}; use one of these",
+    ),
+    Rule(
         "parallel.schedule parallel.stages_per_rank parallel.pp_layout parallel.defer_head",
         needs="parallel.pp > 1",
     ),
@@ -256,8 +262,13 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
             c.parallel.ep > 1
             and (c.parallel.bounded or "dispatcher" not in c.parallel.model_fields_set)
         ),
-        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all" '
-        'or "auto"',
+        needs='parallel.ep > 1 and parallel.dispatcher = "symmetric_memory", "bounded_all_to_all", '
+        '"hierarchical" or "auto"',
+    ),
+    Rule(
+        "parallel.ep_inner",
+        lambda c: c.parallel.dispatcher == "hierarchical",
+        needs='parallel.dispatcher = "hierarchical"',
     ),
     Rule("parallel.cp_method", needs="parallel.cp > 1"),
     Rule(

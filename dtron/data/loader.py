@@ -82,24 +82,19 @@ class Batch:
             changed["documents"] = map_tables(self.documents, change)
         return replace(self, **changed)
 
-    def with_used_images(self, size: int) -> "Batch":
-        """Return the batch with the images that its tokens use, at least one.
+    def with_images(self, size: int) -> "Batch":
+        """Return the batch with images: with a blank one, which no token uses, if it has none.
 
         Every rank encodes an image, so that all ranks take part in the collectives of the encoder.
 
         Args:
             size: S, pixels per side of images.
         """
-        if self.images is None or self.image_index is None:
-            text = self.tokens.new_full((*self.tokens.shape, 2), -1)
-            return replace(self, images=_blank(size), image_index=text)
-        used, image = self.image_index[..., 0].unique(return_inverse=True)
-        used = used[used >= 0]
-        if not len(used):
-            return replace(self, images=_blank(size))
-        first = int(self.image_index.min() < 0)  # where text is among the unique values, at 0
-        index = torch.stack([image - first, self.image_index[..., 1]], -1)
-        return replace(self, images=self.images[used], image_index=index)
+        if self.images is not None and len(self.images):
+            return self
+        text = self.tokens.new_full((*self.tokens.shape, 2), -1)
+        blank = torch.zeros((1, 3, size, size), dtype=torch.uint8)
+        return replace(self, images=blank, image_index=text)
 
     def look_ahead(self, n: int) -> "Batch":
         """Return the batch with `mtp_tokens` and `mtp_labels`, up to n tokens ahead.
@@ -319,10 +314,6 @@ def _images(packed: list[Packed]) -> tuple[Tensor | None, Tensor | None]:
         shifted.append(np.where(own < 0, -1, own + np.array([before, 0])))
         before += 0 if row.images is None else len(row.images)
     return torch.from_numpy(np.concatenate(given)), torch.from_numpy(np.stack(shifted))
-
-
-def _blank(size: int) -> Tensor:
-    return torch.zeros((1, 3, size, size), dtype=torch.uint8)
 
 
 def _sources(sources: list[tuple[int, int]]) -> Tensor | None:

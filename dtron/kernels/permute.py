@@ -5,6 +5,8 @@ zero; a slot has one row or no row. Both maps, slots by row and rows by slot, ar
 w' are gradients:
 
     repeated    y[r] = x[slots[r] // k]              x'[n] = sum_j y'[rows[n k + j]]
+    collected   y[n] = sum_j x[rows[n k + j]]
+                x'[r] = y'[slots[r] // k]
     summed      y[n] = sum_j w[n, j] x[rows[n k + j]]
                 x'[r] = w[slots[r]] y'[slots[r] // k],  w'[n, j] = y'[n] . x[rows[n k + j]]
 
@@ -16,12 +18,37 @@ Shapes: N tokens, k slots per token, R rows, D width.
 Source: MegaBlocks, arXiv:2211.15841, section 5.1.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 1024
+
+
+class Copies(NamedTuple):
+    """Which rows are the copies of which tokens, and their weights."""
+
+    weights: Tensor
+    """(N, k), weight of each slot's result; float32 at least."""
+    slots: Tensor
+    """int64 (R,), slot of each row; -1: the row is empty."""
+    rows: Tensor
+    """int64 (N k,), row of each slot; -1: the slot has no row."""
+
+
+def sort_by_expert(chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort slots by expert, then by token.
+
+    Args:
+        chosen: int64 (N, k); n_experts: no expert. Slots without an expert come last.
+    Returns:
+        Slot of each row, int64 (N k,); row of each slot, int64 (N k,); offsets int32 (E,).
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return order, inverse_of(order), counts[:-1].cumsum(0).int()
 
 
 def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
@@ -35,6 +62,18 @@ def repeated(x: Tensor, slots: Tensor, rows: Tensor, k: int) -> Tensor:
         (R, D).
     """
     return _RepeatRows.apply(x, slots, rows, k)  # type: ignore[return-value]
+
+
+def collected(x: Tensor, slots: Tensor, rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """Compute each token's sum of its rows, the transpose of `repeated`.
+
+    Args:
+        x: (R, D).
+        slots, rows, k: arguments of `repeated`.
+    Returns:
+        (N, D) in `dtype`.
+    """
+    return _CollectRows.apply(x, slots, rows, k, dtype)  # type: ignore[return-value]
 
 
 def summed(x: Tensor, weights: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -73,6 +112,21 @@ class _RepeatRows(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         grad = gradients[0].contiguous()
         return added(grad, rows.view(-1, ctx.k), None, grad.dtype), None, None, None
+
+
+class _CollectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, k: int, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.settings = k, x.dtype
+        return added(x, rows.view(-1, k), None, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (slots,), (k, dtype) = ctx.saved_tensors, ctx.settings
+        return gathered(gradients[0].contiguous(), slots, None, k, dtype), *[None] * 4
 
 
 class _SumRows(torch.autograd.Function):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dtron.lora.dora import MAGNITUDE
 from dtron.models import model_spec
+from dtron.models.vision import CHANNELS
 from dtron.plan.float8_inputs import FUSED, Float8Block, in_float8
 from dtron.plan.parameters import parameters
 from dtron.plan.run_shape import Resolved, expert_room, pulls_rows
@@ -230,6 +231,8 @@ def _bytes(run: Resolved, row: SavedTensor) -> float:
     }[row.split]
     element = 1 if row.narrow else max(4, run.element) if row.wide else run.element
     more = expert_room(run) if row.arrived else 1.0
+    if row.results and run.config.parallel.dispatcher == "hierarchical":
+        more = expert_room(run) / run.experts["etp"]
     return more * row.width * element * run.tokens / shared
 
 
@@ -269,6 +272,15 @@ def context_gradients(run: Resolved, layer: int) -> float:
 def boundary(run: Resolved) -> float:
     """Bytes of the hidden states between two layers, per micro-batch on a rank."""
     return run.model.dim * run.element * run.tokens / run.between
+
+
+def ends_of_encoder(run: Resolved, encoder: Resolved) -> int:
+    """Bytes that the encoder's patches and projector keep for their backward, per micro-batch.
+
+    These are the pixels of patches, the projector's input and the two inputs of its second matmul.
+    """
+    width = CHANNELS * run.model.vision_patch_size**2 + run.model.vision_dim + 2 * run.model.dim
+    return 0 if run.frozen else width * encoder.tokens * run.element
 
 
 def logits_gradient(run: Resolved) -> int:

@@ -12,6 +12,7 @@ from dtron.config import DEGREES, Degree
 from dtron.kernels.float8_rows import wire_bytes
 from dtron.lora.adapters import FACTORS
 from dtron.lora.dora import MAGNITUDE
+from dtron.parallelisms.expert.hierarchical import room_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations, muon
 from dtron.plan.hardware import Hardware
@@ -72,6 +73,12 @@ def expert_group(run: Resolved, axis: str, domain: int) -> tuple[int, int]:
     return ranks, max(1, min(ranks, domain // ep_etp))
 
 
+def ranks_per_host(run: Resolved, domain: int) -> int:
+    """Return the number of ep x etp ranks in a host, for the dispatcher "hierarchical"."""
+    inner = run.config.parallel.ep_inner * run.experts["etp"]
+    return inner or expert_group(run, "ep", domain)[1]
+
+
 def sharing(run: Resolved, domain: int) -> Iterator[tuple[str, int, int]]:
     """Yield what FSDP shards over which ranks: (what, ranks, ranks in one domain).
 
@@ -103,6 +110,8 @@ def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Col
     found = list(_tensor(run, stage, domain)) if run.tp > 1 else []
     found += _context(run, stage, domain) if run.degrees["cp"] > 1 else []
     found += _experts(run, stage, domain)
+    if stage.embedding and run.encoder is not None:
+        found += _encoder(run, run.encoder, domain)
     return [c for c in found if c.ranks > 1 and c.count and c.size]
 
 
@@ -220,6 +229,26 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         rounds = 2 * run.config.train.loss_chunks
         size = 6 * run.tokens * 4 / rounds / 2  # float32: per token a maximum, then two sums
         yield Collective("tp", "all_reduce", size, rounds * m * predictions, "loss", ranks, inside)
+
+
+def _encoder(run: Resolved, encoder: Resolved, domain: int) -> Iterator[Collective]:
+    """Yield the collectives inside the encoder, and those that gather its outputs."""
+    m, size = run.micro_batches, float(encoder.tokens * run.model.dim * run.element)
+    axes: tuple[tuple[Degree, bool], ...] = (("tp", run.between > 1), ("cp", True))
+    if encoder.tp > 1:
+        layers = tuple(range(run.model.vision_layers))
+        yield from _tensor(encoder, Stage(0, 0, False, layers, False), domain)
+        ranks, inside = group(run, ("tp",), domain)
+        # The projector's output; the gradient of its input, and that of partly read outputs.
+        yield Collective("tp", "all_reduce", size, m, "tp", ranks, inside)
+        backward = (activations.boundary(encoder), size if run.between > 1 else 0.0)
+        for n_bytes in backward if not run.frozen else ():
+            yield Collective("tp", "all_reduce", n_bytes, m, "tp", ranks, inside)
+    for axis, partial in axes[encoder.tp > 1 :]:
+        ranks, inside = group(run, (axis,), domain)
+        size *= ranks
+        for kind in ("all_gather", "reduce_scatter")[: 1 + (partial and not run.frozen)]:
+            yield Collective(axis, kind, size, m, axis, ranks, inside)
 
 
 def _again_in_chunks(run: Resolved, blocks: int) -> int:
@@ -362,16 +391,38 @@ def _experts(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     ranks, inside = expert_group(run, "ep", domain)
     rows, dim = expert_rows(run), run.model.dim
     count = (2 * len(layers) + again) * run.micro_batches
+    times = (len(layers) + again) * run.micro_batches
     name = "+".join(axis for axis in ("ep", "etp") if run.experts[axis] > 1)
     element = dim * run.element
+    if run.config.parallel.dispatcher == "hierarchical":
+        name, ranks = "ep_inner", ranks_per_host(run, domain)
+        inside = min(ranks, inside)
+        yield from _between_hosts(run, ranks, count, times)
     fixed = run.config.parallel.dispatcher == "bounded_all_to_all"
     padded = expert_room(run) / run.experts["etp"] if fixed else 1.0
     for row in (wire_bytes(dim) if run.config.float8.dispatch else element, element):
         yield Collective(name, "all_to_all", float(rows * row) * padded, count, "ep", ranks, inside)
     sizes = 8.0 * run.model.n_experts * run.experts["etp"]  # int64: number of tokens to receive
-    times = (len(layers) + again) * run.micro_batches
     yield Collective(name, "all_to_all", sizes, times, "ep", ranks, inside)
     yield from _balance(run, times, domain)
+
+
+def _between_hosts(run: Resolved, inside: int, count: int, times: int) -> Iterator[Collective]:
+    """Yield the all-to-alls of tokens between hosts, of the dispatcher "hierarchical".
+
+    Args:
+        inside: ranks per host.
+        count, times: calls in forward, backward and recomputation; without backward.
+    """
+    k = run.model.experts_per_token
+    hosts = run.experts["ep"] * run.experts["etp"] // inside
+    n_tokens = -(-run.tokens // run.between)
+    room = room_of(n_tokens, k, hosts, run.config.parallel.ep_capacity)
+    tokens = float(hosts * min(n_tokens, room))
+    weights, experts = 4 * k, 4 * k  # float32, int32
+    sent = ((run.model.dim * run.element, 2 * count), (weights, count), (experts, times))
+    for size, calls in sent:
+        yield Collective("ep_outer", "all_to_all", tokens * size, calls, "ep", hosts, 1)
 
 
 def _balance(run: Resolved, times: int, domain: int) -> Iterator[Collective]:

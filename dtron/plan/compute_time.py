@@ -1,12 +1,14 @@
 """Seconds of a rank's computation per micro-batch: matmuls, attention and elementwise kernels."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtron.models.config import LayerKind
 from dtron.models.flops import delta_flops
 from dtron.models.matmuls import layer_matmuls
+from dtron.models.vision import CHANNELS
 from dtron.plan import activations
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, expert_rows
@@ -85,6 +87,11 @@ def together(*parts: Work) -> Work:
 def total(work: Work) -> Seconds:
     """Add up the seconds of all kinds."""
     return sum(work.values(), Seconds(0.0, 0.0, 0.0))
+
+
+def forward_only(work: Work) -> Work:
+    """Return the seconds of the forward, those of a frozen encoder."""
+    return {kind: Seconds(seconds.forward, 0.0, 0.0) for kind, seconds in work.items()}
 
 
 def matmuls(run: Resolved, kind: LayerKind) -> list[ShardedMatmul]:
@@ -286,6 +293,17 @@ def offload_wait(run: Resolved, index: int, hardware: Hardware) -> float:
     copied = sum(activations.kept(run, index).values()) / hardware.host_link
     own = total(layer(run, index, hardware))
     return max(0.0, copied - own.forward) + max(0.0, copied - own.inputs - own.weights)
+
+
+def ends_of_encoder(run: Resolved, hardware: Hardware) -> Work:
+    """Return the seconds of the encoder's patches and projector; empty without an encoder."""
+    if run.encoder is None:
+        return {}
+    model, tokens = run.model, run.encoder.tokens
+    sizes = (CHANNELS * model.vision_patch_size**2, model.vision_dim, model.dim, model.dim)
+    pairs = itertools.pairwise(sizes)
+    work = _kinds([ShardedMatmul("images", tokens, k, n) for k, n in pairs], hardware)
+    return forward_only(work) if run.frozen else work
 
 
 def head(run: Resolved, hardware: Hardware) -> Work:

@@ -80,7 +80,7 @@ def refusals(config: RunConfig) -> list[str]:
 def traceable(config: RunConfig, world_size: int) -> RunConfig:
     """Return the run to trace: eager, on one stream, with fewer micro-batches."""
     plain = {"async_tp": False, "high_priority": [], "copy_engines": False}
-    plain |= {"dispatcher": "all_to_all", "ep_capacity": Parallel().ep_capacity}
+    plain |= {"dispatcher": "all_to_all", "ep_capacity": Parallel().ep_capacity, "ep_inner": 0}
     eager = config.changed(parallel=plain, compile={"enable": False})
     m = eager.micro_batches(world_size)
     if config.parallel.pp > 1:

@@ -66,10 +66,12 @@ def unchecked(config: RunConfig) -> Iterator[str]:
 
 
 def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
-    """List settings for which ranks would have to read the memory of another host.
+    """List settings for which ranks would have to read the memory of another host, or for which
+    they need several hosts.
 
     Each is a reason against the run. At the start of a run, `check_host` of
-    `dtron.parallelisms.expert.peer_memory` refuses such a run.
+    `dtron.parallelisms.expert.peer_memory`, or `ranks_per_host` of
+    `dtron.parallelisms.expert.hierarchical`, refuses such a run.
     """
     parallel = run.config.parallel
     if parallel.copy_engines:
@@ -82,6 +84,14 @@ def far_memory(run: Resolved, hardware: Hardware) -> Iterator[str]:
         fix = f'use fewer ranks (parallel.ep, etp), or parallel.dispatcher = "{other}"'
         key = f'parallel.dispatcher = "{parallel.dispatcher}"'
         yield from _split_hosts(key, "experts", ranks, inside, fix, hardware)
+    if parallel.dispatcher == "hierarchical" and not parallel.ep_inner:
+        ranks, inside = expert_group(run, "ep", hardware.host)
+        if inside == ranks:
+            yield (
+                f'parallel.dispatcher = "hierarchical": all {ranks} ranks of parallel.ep x '
+                f"parallel.etp are in one host of {hardware.host} GPUs ({hardware.name}); use "
+                '"symmetric_memory"'
+            )
 
 
 def _split_hosts(
@@ -166,6 +176,7 @@ def _inside_hosts(
     if any(reason.startswith("parallel.dispatcher") for reason in found):
         yield 1.0, {"dispatcher": "all_to_all"}
         yield 1.1, {"dispatcher": "bounded_all_to_all"}  # if ep_capacity is set
+        yield 1.2, {"dispatcher": "symmetric_memory"}
     if not any(reason.startswith("parallel.copy_engines:") for reason in found):
         return
     degrees = config.degrees(world_size)

@@ -31,7 +31,7 @@ from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import in_chunks, matmuls, repeated
 from dtron.plan.hardware import HOST
-from dtron.plan.parameters import parameters, sizes, units
+from dtron.plan.parameters import NOT_LAYERS, parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CALLS = tuple(name for name, _ in HOST)
@@ -80,7 +80,7 @@ def _launched(run: Resolved, rank: int) -> dict[str, float]:
         for hooked, keeps in ((len(every), run.keeps_dense), (separate, run.keeps_experts)):
             found["reduction"] += 0 if keeps else reduces * hooked
         layers = [(run.kind(i), i) for i in stage.layers]
-        others = [(kind, None) for kind in every if kind in ("embedding", "head")]
+        others = [(kind, None) for kind in every if kind in NOT_LAYERS]
         listed = [each for kind, i in (*others, *layers) for each in sizes(run, kind, i)]
         held = [each for each in listed if each.trained]
         kept = [run.keeps_experts if each.separate else run.keeps_dense for each in held]
@@ -98,11 +98,11 @@ def _launched(run: Resolved, rank: int) -> dict[str, float]:
 def _of_stage(run: Resolved, stage: Stage) -> dict[str, float]:
     """Count the calls of each kind per micro-batch in a stage's blocks and loss."""
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)
-    alike: dict[tuple[LayerKind, bool], dict[str, float]] = {}
-    for index in stage.layers:
-        kind = run.kind(index), run.recomputes(index)
+    alike: dict[tuple[bool, LayerKind, bool], dict[str, float]] = {}
+    for of, index in run.blocks(stage):
+        kind = of is run, of.kind(index), of.recomputes(index)
         if kind not in alike:
-            alike[kind] = _of_layer(run, index)
+            alike[kind] = _of_layer(of, index)
         for name, count in alike[kind].items():
             found[name] += count
     if stage.head and run.config.compile.enable:

@@ -31,7 +31,7 @@ from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.offloaded_states import bytes_on_host
 from dtron.plan.parameters import Unit, gathered_bytes, held, reductions, units
-from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
+from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows, pulls_rows
 
 CLASSES = (*replay.CLASSES, "buffers")
 
@@ -138,7 +138,9 @@ def _offloaded_activations(run: Resolved, rank: int) -> float:
     if not run.config.recompute.offload:
         return 0.0
     kept = {
-        stage.index: sum(sum(activations.kept(run, layer).values()) for layer in stage.layers)
+        stage.index: sum(
+            sum(activations.kept(of, layer).values()) for of, layer in run.blocks(stage)
+        )
         for stage in run.stages_of(rank)
     }
     return sum(times * kept[stage] for stage, times in in_flight(run, rank).items())
@@ -278,7 +280,7 @@ def _mailbox(run: Resolved) -> float:
     It has two buffers, each for the results of a rank's experts, which are never float8; with two
     micro-batches at once, four.
     """
-    if run.config.parallel.dispatcher != "symmetric_memory":
+    if not pulls_rows(run):
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
     lanes = 1 + run.config.parallel.overlap_micro_batches

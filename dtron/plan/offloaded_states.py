@@ -1,6 +1,6 @@
 """Optimizer states in host memory (`optim.offload`): which ones, and their bytes."""
 
-from dtron.plan.parameters import Sizes, sizes, units
+from dtron.plan.parameters import NOT_LAYERS, Sizes, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 from dtron.training.optim.offloaded import BUCKET, ON_DEVICE, choose
 
@@ -13,7 +13,7 @@ def trained_shards(run: Resolved, stage: Stage) -> list[list[tuple[Sizes, bool]]
     """
     layers, listed = iter(stage.layers), []
     for unit in units(run, stage):
-        layer = None if unit.kind in ("embedding", "head") else next(layers)
+        layer = None if unit.kind in NOT_LAYERS else next(layers)
         listed.append([n for n in sizes(run, unit.kind, layer) if n.trained])
     chosen = iter(choose([n.shard for own in listed for n in own], run.config.optim.offload))
     return [[(n, next(chosen)) for n in own] for own in listed]

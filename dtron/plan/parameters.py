@@ -24,8 +24,9 @@ from dtron.models import ModelSpec, build_model, model_spec
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig, LayerKind
 from dtron.parallelisms.expert.expert_parallel import WIDTHS, shared_dim
-from dtron.parallelisms.placement import LOW_RANK
-from dtron.parallelisms.tensor.tensor_parallel import Plan, pad_vocabulary, plan
+from dtron.parallelisms.placement import LOW_RANK, contains
+from dtron.parallelisms.tensor.encoder import replicated
+from dtron.parallelisms.tensor.tensor_parallel import Placements, Plan, pad_vocabulary, plan
 from dtron.plan.run_shape import Resolved, Stage
 
 
@@ -115,14 +116,21 @@ class Unit:
 
 
 PartKind = str | LayerKind
-""""embedding", "head" (with the final norm), or a block's kind."""
+""""embedding", "encoder" (one of its blocks), "head" (with the final norm), or a layer's kind."""
+NOT_LAYERS = ("embedding", "encoder", "head")
+"""Parts that are no layers of the decoder."""
 Parts = dict[PartKind, tuple[Parameter, ...]]
 """Parameters by part of the model."""
 
 
 @functools.lru_cache(maxsize=64)
 def parts(
-    name: str, model: DecoderConfig, tp: int, sequence_parallel: bool = True, lora: Lora = Lora()
+    name: str,
+    model: DecoderConfig,
+    tp: int,
+    sequence_parallel: bool = True,
+    lora: Lora = Lora(),
+    encoder_tp: int = 1,
 ) -> Parts:
     """List the parameters of each part of a model; a tied weight is in both embedding and head.
 
@@ -137,7 +145,10 @@ def parts(
     if lora.rank:
         attach(built, spec, lora)
     padded = pad_vocabulary(built, spec.vocabulary(small), tp)
-    made = plan(built, spec.placements(small, sequence_parallel), tp) if tp > 1 else Plan({}, ())
+    rows: Placements = spec.placements(small, sequence_parallel)
+    if spec.encoder and encoder_tp == 1:
+        rows = replicated(rows, spec.encoder)
+    made = plan(built, rows, tp) if tp > 1 else Plan({}, ())
     splits = _splits(built, made.rows)
     found: dict[PartKind, list[Parameter]] = {}
     for fqn, parameter in built.named_parameters(remove_duplicate=False):
@@ -170,6 +181,8 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     layers = {"n_layers": dense + mixture, "first_dense_layers": first}
     if model.delta_key_heads:
         layers["full_attention_every"] = 2
+    if model.vision_layers:
+        layers["vision_layers"] = 1
     return model.model_copy(update={**layers, "mtp": min(model.mtp, 1)})
 
 
@@ -178,6 +191,8 @@ def _part(spec: ModelSpec, fqn: str, small: DecoderConfig) -> tuple[PartKind, st
     if fqn.startswith(layers):
         layer, _, inner = fqn.removeprefix(layers).partition(".")
         return small.layer_kinds[int(layer)], inner
+    if spec.encoder and contains(spec.encoder.blocks, fqn):
+        return "encoder", ".".join(fqn.split(".")[spec.encoder.blocks.count(".") + 1 :])
     embeds = any(fqn.startswith(f"{name}.") for name in spec.embedding(small))
     return ("embedding" if embeds else "head"), fqn
 
@@ -222,7 +237,8 @@ def _unit(run: Resolved, part: PartKind, layer: int | None) -> Unit:
 def _parts(run: Resolved) -> Parts:
     split, lora = run.config.parallel.sequence_parallel, run.config.lora
     every = Lora(rank=lora.rank, dora=lora.dora)
-    return parts(run.config.model.name, run.model, run.tp, split, every)
+    encoder_tp = run.config.parallel.encoder_tp
+    return parts(run.config.model.name, run.model, run.tp, split, every, encoder_tp)
 
 
 def _sizes_of(
@@ -346,6 +362,8 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
         found.append(unit(run, "embedding", "root" if tied or mtp else "embedding"))
     elif stage.head and mtp and not tied:
         found.append(unit(run, "embedding", "root"))
+    for layer in range(run.model.vision_layers if stage.embedding else 0):
+        found.append(unit(run, "encoder", f"encoder layer {layer}"))
     for layer in stage.layers:
         found.append(unit(run, run.kind(layer), f"layer {layer}", layer))
     if stage.head and not (tied and stage.embedding):

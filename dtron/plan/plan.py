@@ -1,12 +1,13 @@
 """The plan of a run as one JSON object: legality, memory, communication, time and cost."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from dtron.config import RunConfig
 from dtron.lora.adapters import n_adapter_parameters
 from dtron.models import model_spec
-from dtron.models.contract import left_out_of_plans
-from dtron.models.flops import n_active_parameters, n_parameters
+from dtron.models.contract import counted_as_decoder
+from dtron.models.flops import images_that_fit, n_active_parameters, n_parameters
 from dtron.plan.communication import collectives
 from dtron.plan.feasibility import check, unchecked
 from dtron.plan.hardware import Hardware
@@ -47,7 +48,8 @@ def plan(
     run = Resolved.of(config, world_size)
     found["warnings"] = [
         *host_warnings(config, world_size, hardware.domain),
-        *left_out_of_plans(config.model.name, model_spec(config.model.name)),
+        *counted_as_decoder(config.model.name, model_spec(config.model.name)),
+        *_assumed_images(run),
     ]
     found["parallel"] = run.parallel()
     found["memory"] = memory_json(run, memory(run), hardware)
@@ -59,6 +61,16 @@ def plan(
         found["time"] = time.as_json()
         found["cost"] = cost(run, time.step, tokens)
     return found
+
+
+def _assumed_images(run: Resolved) -> Iterator[str]:
+    if run.model.vision_layers:
+        seq_len = run.config.train.seq_len
+        yield (
+            f"model.name = {run.config.model.name}: the plan has as many images as fit, "
+            f"{images_that_fit(run.model, seq_len)} of {run.model.image_tokens} tokens in each "
+            f"sequence of {seq_len}; fewer images need less time and memory"
+        )
 
 
 def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware) -> dict[str, Any]:

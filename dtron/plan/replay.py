@@ -43,7 +43,7 @@ from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
 from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
-from dtron.plan.parameters import PartKind, sizes, units
+from dtron.plan.parameters import NOT_LAYERS, PartKind, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CLASSES = (
@@ -557,30 +557,35 @@ def _wide(run: Resolved, size: int) -> int:
 
 
 def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
-    found, layers = [], iter(stage.layers)
+    found, layers, blocks = [], iter(stage.layers), run.blocks(stage)
     every, trained = units(run, stage), iter(trained_shards(run, stage))
     for place, unit in enumerate(every):
-        is_layer = unit.kind not in ("embedding", "head")
-        layer = next(layers) if is_layer else -1
-        kept, again, widest = _block(run, layer) if is_layer else ([], [], 0)
+        is_block = unit.kind not in ("embedding", "head")
+        layer = None if unit.kind in NOT_LAYERS else next(layers)
+        of, index = next(blocks) if is_block else (run, -1)
+        kept, again, widest = _block(of, index) if is_block else ([], [], 0)
+        if unit.kind == "encoder" and run.frozen:
+            kept = again = []
         moved: list[int] = []
         if run.config.recompute.offload:
             # The pipeline executor holds the input of each stage but the first.
-            held = stage.index > 0 and stage.layers[:1] == (layer,)
+            held = stage.index > 0 and stage.layers[:1] == (index,)
             kept, moved = _offloaded(kept, held)
         if unit.kind == "head" or unit.name == "root":  # kept by the final norm
             kept = [int(activations.boundary(run))] * 2 if stage.head else []
+        if unit.kind == "embedding" and run.encoder is not None and stage.embedding:
+            kept = [*kept, activations.ends_of_encoder(run, run.encoder)]
         stays = unit.name == "root" or (run.layout is None and place == len(every) - 1)
-        each_size = sizes(run, unit.kind, layer if is_layer else None)
+        each_size = sizes(run, unit.kind, layer)
         optim = run.config.optim
         made = _UnitMemory(
-            _groups(run, unit.kind, layer if is_layer else None),
+            _groups(run, unit.kind, layer),
             [each.shard * (4 if each.trained else run.frozen_element) for each in each_size],
             kept,
             moved,
             again,
             widest,
-            again if is_layer and _makes_all(run, layer) else [widest] * 2,
+            again if is_block and _makes_all(of, index) else [widest] * 2,
             stays,
             moments=[
                 round(n.shard * size)
@@ -589,7 +594,7 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
             ],
         )
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
-            _separate_held(made, *_held_until_weights(run, unit.kind, layer))
+            _separate_held(made, *_held_until_weights(of, unit.kind, index))
         found.append(made)
     return found
 

@@ -1,7 +1,8 @@
 """A run's settings with all parallel degrees resolved: the input of the other planner modules."""
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtron.config import DEGREES, ExpertDegree, RunConfig
@@ -10,8 +11,9 @@ from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig, LayerKind
-from dtron.models.flops import attended_by_layers, flops_per_token
+from dtron.models.flops import attended_by_layers, flops_per_token, images_that_fit
 from dtron.models.moe import capacity
+from dtron.models.vision import encoder_config
 from dtron.parallelisms.context.halo import received_tokens
 from dtron.parallelisms.context.layout import ContextLayout, layout_of
 from dtron.parallelisms.expert.bounded_all_to_all import chunk_size
@@ -209,6 +211,40 @@ class Resolved(Candidate):
             )
         )
 
+    @functools.cached_property
+    def encoder(self) -> "Resolved | None":
+        """The vision encoder as a run: its blocks are layers, images are sequences.
+
+        A micro-batch has as many images as fit into its sequences. Blocks of the encoder are those
+        of GPT without a causal mask. None: the model has no encoder.
+        """
+        if not self.model.vision_layers:
+            return None
+        train, tp, m = self.config.train, self.config.parallel.encoder_tp, self.micro_batches
+        images = train.micro_batch * images_that_fit(self.model, train.seq_len)
+        own = -(-images // (self.degrees["cp"] * self.tp // tp))
+        axes = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "pp": 1}
+        config = self.config.changed(
+            model={"name": "gpt", "override": {}},
+            parallel={**axes, "tp": tp, "sequence_parallel": False, "async_tp": False},
+            train={
+                "seq_len": self.model.image_tokens,
+                "micro_batch": own,
+                "global_batch": m * own * (self.world_size // tp),
+            },
+            compile={"enable": self.config.compile.enable and tp == 1},
+            float8={"recipe": ""},
+            lora={"rank": 0},
+        )
+        model = encoder_config(self.model)
+        return replace(self, config=config, model=model, layout=None, float8=None, memo={})
+
+    def blocks(self, stage: Stage) -> Iterator[tuple["Resolved", int]]:
+        """Yield (run, layer) of each block of a stage: of the encoder, then of the decoder."""
+        if stage.embedding and self.encoder is not None:
+            yield from ((self.encoder, layer) for layer in range(self.model.vision_layers))
+        yield from ((self, layer) for layer in stage.layers)
+
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages of a pipeline rank."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
@@ -310,8 +346,10 @@ class Resolved(Candidate):
         name = self.config.model.name
         length = attended_by_layers(self.config.train.seq_len, self.model.windows)
         sizes = flops_model(name, self.model_of(self.config), self.config.lora)
-        full = flops_per_token(sizes, length, "full")
-        return {"full": full, "causal": flops_per_token(sizes, length, "causal")}
+        seq_len = self.config.train.seq_len
+        images = images_that_fit(self.model, seq_len) / seq_len
+        full = flops_per_token(sizes, length, "full", images)
+        return {"full": full, "causal": flops_per_token(sizes, length, "causal", images)}
 
     def parallel(self) -> dict[str, Any]:
         """Return the resolved degrees, batch sizes and pipeline stages that `dtron plan` prints."""
@@ -345,8 +383,8 @@ def expert_rows(run: Resolved) -> int:
 
 
 def pulls_rows(run: Resolved) -> bool:
-    """Whether token copies are dispatched through symmetric memory."""
-    pulls = run.config.parallel.dispatcher == "symmetric_memory"
+    """Whether token copies are dispatched through symmetric memory, at least inside hosts."""
+    pulls = run.config.parallel.dispatcher in ("symmetric_memory", "hierarchical")
     return pulls and run.experts["ep"] * run.experts["etp"] > 1
 
 
@@ -359,6 +397,6 @@ def expert_room(run: Resolved) -> float:
     if not parallel.bounded or ep * etp == 1:
         return float(etp)
     sent = expert_rows(run) // etp
-    if parallel.dispatcher == "symmetric_memory":
+    if pulls_rows(run):
         return rows_at_most(sent, ep, etp, parallel.ep_capacity) / sent
     return ep * etp * chunk_size(sent, ep, parallel.ep_capacity) / sent

@@ -46,6 +46,9 @@ class SavedTensor:
     """True: only eager blocks keep the tensor; False: only compiled blocks; None: both."""
     arrived: bool = False
     """Whether it holds token copies received by experts, in buffers that may have free capacity."""
+    results: bool = False
+    """Whether it holds the results of token copies, which the dispatcher "hierarchical" sums where
+    tokens arrive from other hosts, in buffers that may have free capacity."""
     pulled: bool = False
     """Whether ranks pull the tensor through symmetric memory if `parallel.dispatcher` uses it;
     selective recomputation then keeps the tensor."""
@@ -253,7 +256,7 @@ def _mixture(model: DecoderConfig) -> list[SavedTensor]:
         *[SavedTensor("experts", k * model.expert_dim, "columns", PRODUCT, arrived=True)]
         * (2 if gated else 1),
         SavedTensor("experts", k * model.expert_dim, "columns", arrived=True, read=True),
-        SavedTensor("experts", k * model.dim, "tokens", PRODUCT),
+        SavedTensor("experts", k * model.dim, "tokens", PRODUCT, results=True),
         # Kept only by eager selective recomputation with symmetric memory: the combined outputs.
         SavedTensor("experts", k * model.dim, "tokens", (), eager=True, arrived=True, pulled=True),
     ]

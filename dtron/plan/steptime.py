@@ -35,7 +35,17 @@ from dtron.plan.communication import (
     gathers,
     muon_collectives,
 )
-from dtron.plan.compute_time import Seconds, Work, head, layer, offload_wait, together, total
+from dtron.plan.compute_time import (
+    Seconds,
+    Work,
+    ends_of_encoder,
+    forward_only,
+    head,
+    layer,
+    offload_wait,
+    together,
+    total,
+)
 from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
 from dtron.plan.muon import newton_schulz
@@ -218,20 +228,22 @@ def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> fl
     """
     if not run.config.recompute.offload:
         return 0.0
-    layers = [layer for stage in stages for layer in stage.layers]
-    copied = layers[:-1] if run.layout is None else layers
-    waits = sum(offload_wait(run, layer, hardware) for layer in copied)
+    blocks = [block for stage in stages for block in run.blocks(stage)]
+    copied = blocks[:-1] if run.layout is None else blocks
+    waits = sum(offload_wait(of, layer, hardware) for of, layer in copied)
     return run.micro_batches * waits
 
 
 def stage_work(run: Resolved, stage: Stage, hardware: Hardware) -> Work:
     """Return the seconds of a stage's computation per micro-batch, by kind."""
-    alike: dict[tuple[LayerKind, bool, int], Work] = {}
-    found: Work = {}
-    for index in stage.layers:
-        kind = (run.kind(index), run.recomputes(index), run.window(index))
+    alike: dict[tuple[bool, LayerKind, bool, int], Work] = {}
+    found = ends_of_encoder(run, hardware) if stage.embedding else {}
+    for of, index in run.blocks(stage):
+        kind = (of is run, of.kind(index), of.recomputes(index), of.window(index))
         if kind not in alike:
-            alike[kind] = layer(run, index, hardware)
+            frozen = run.frozen and of is not run
+            work = layer(of, index, hardware)
+            alike[kind] = forward_only(work) if frozen else work
         found = together(found, alike[kind])
     return together(found, head(run, hardware)) if stage.head else found
 

@@ -32,7 +32,9 @@ from dtron.config import DEGREES, RunConfig
 from dtron.data import Batch
 from dtron.kernels.torch_internals import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from dtron.models.attention import Backend, Mask
+from dtron.models.flops import images_that_fit
 from dtron.models.layers import RMSNorm
+from dtron.models.vision import CHANNELS
 from dtron.parallelisms.context.attention import (
     run_context_attention,
     run_context_attention_backward,
@@ -243,7 +245,7 @@ class _BuiltRank:
 def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
     """Make a micro-batch of this rank with one document per sequence and no padding.
 
-    If routers take a padding mask, it has one.
+    If routers take a padding mask, it has one. It has as many images as fit.
     """
     shape = (config.train.micro_batch, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -251,6 +253,10 @@ def _batch(config: RunConfig, builder: ModelBuilder) -> Batch:
     padded = model.n_experts and config.data.packing != "cut"
     pieces = tokens.int() if padded else None
     batch = Batch(tokens, tokens, tokens[:, 0], None, None, pieces=pieces)
+    if model.vision_layers:
+        n, size = images_that_fit(model, shape[1]) * shape[0], model.vision_image_size
+        images = torch.zeros((n, CHANNELS, size, size), dtype=torch.uint8)
+        batch = replace(batch, images=images, image_index=tokens.unsqueeze(-1).repeat(1, 1, 2))
     local = shard_batch(batch, builder.mesh, builder.context, model.mtp)
     return local if model.n_experts else replace(local, order=None)
 

@@ -39,24 +39,26 @@ class Throughput:
         self.peak = peak_flops(name)
         self.restart()
 
-    def add(self, tokens: int, attended: float) -> None:
+    def add(self, tokens: int, attended: float, images: float = 0.0) -> None:
         """Count one step.
 
         Args:
             tokens: tokens of the step on all ranks.
             attended: attended length, 2 * (mean number of keys per query) - 1: seq_len, or
                 sum(L^2) / sum(L) for documents of length L.
+            images: images per token.
         """
         self._steps += 1
         self._tokens += tokens
         self._attended += attended
+        self._images += images
 
     def read(self) -> Row:
         """Return means since the previous call: tokens per second, MFU and seconds per step.
 
         MFU is None on GPUs of unknown peak.
         """
-        steps, tokens, attended = self._steps, self._tokens, self._attended
+        steps, tokens, attended, images = self._steps, self._tokens, self._attended, self._images
         seconds = time.perf_counter() - self._since
         self.restart()
         each = tokens / seconds / self.devices
@@ -65,13 +67,14 @@ class Throughput:
             "tokens_per_second_per_device": each,
         }
         for key, convention in _MFU.items():
-            flops = flops_per_token(self.flops, attended / steps, convention)
+            flops = flops_per_token(self.flops, attended / steps, convention, images / steps)
             row[key] = each * flops / self.peak if self.peak else None
         return {**row, "seconds": seconds / steps}
 
     def restart(self) -> None:
         """Restart the measurement, for example after a validation."""
-        self._since, self._steps, self._tokens, self._attended = time.perf_counter(), 0, 0, 0.0
+        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
+        self._attended = self._images = 0.0
 
 
 def peak_memory_gib() -> float:

@@ -24,21 +24,24 @@ class StepTimes:
         self._marks: list[float | torch.cuda.Event] = []
         self._memory: list[float] = []
         self._attended: list[float] = []
+        self._images: list[float] = []
 
     def begin(self) -> None:
         """Record the start of training."""
         self.begun_at = time.time()
         self._marks.append(self._now())
 
-    def mark(self, attended: float) -> None:
+    def mark(self, attended: float, images: float = 0.0) -> None:
         """Record that a step has been enqueued.
 
         Args:
             attended: attended length, 2 * (mean number of keys per query) - 1.
+            images: images per token.
         """
         self._marks.append(self._now())
         self._memory.append(peak_memory_gib())
         self._attended.append(attended)
+        self._images.append(images)
 
     def seconds(self) -> list[float]:
         """Return the seconds of each step, from the previous step's end; waits for the device."""
@@ -54,13 +57,14 @@ class StepTimes:
         Returns:
             start_step: number of steps before the first recorded step.
             begun_at: start of training in seconds since the epoch, maximum over ranks.
-            attended: attended length (see `mark`) of each step, mean over ranks.
+            attended, images: arguments of `mark` of each step, mean over ranks.
             seconds, memory_gib: per rank and step; memory is the peak so far.
             devices, compile_cache: per rank; hits and misses of torch.compile's caches.
         """
         own = {
             "begun_at": self.begun_at,
             "attended": self._attended,
+            "images": self._images,
             "devices": device_name(self.device),
             "seconds": self.seconds(),
             "memory_gib": self._memory,
@@ -68,11 +72,16 @@ class StepTimes:
         }
         ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, own, group=group)
-        attended = [rank["attended"] for rank in ranks]
+
+        def mean(key: str) -> list[float]:
+            steps = zip(*(rank[key] for rank in ranks), strict=True)
+            return [sum(values) / len(ranks) for values in steps]
+
         return {
             "start_step": start_step,
             "begun_at": max(rank["begun_at"] for rank in ranks),
-            "attended": [sum(values) / len(ranks) for values in zip(*attended, strict=True)],
+            "attended": mean("attended"),
+            "images": mean("images"),
             **{
                 key: [rank[key] for rank in ranks]
                 for key in ("devices", "seconds", "memory_gib", "compile_cache")

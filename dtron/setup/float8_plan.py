@@ -262,6 +262,12 @@ def plan_float8(config: RunConfig, model: DecoderConfig, world_size: int) -> Flo
     gated = model.activation == "swiglu" and config.parallel.tp == 1 and not config.lora.rank
     fused = tuple(select(whole, spec.feed_forward)) if gated else ()
     layers = layer_names(whole, choice)
+    encoder = spec.encoder.modules if spec.encoder else ()
+    if own := [name for name in layers if name.partition(".")[0] in encoder]:
+        raise ConfigError(
+            f"float8.filter names {own[0]}, a layer of the encoder, whose number of tokens may be "
+            f"no multiple of {MULTIPLE}; name layers of {spec.layer.format('*')} only"
+        )
     linear = (name for name, module in whole.named_modules() if isinstance(module, nn.Linear))
     unconverted = tuple(name for name in linear if name not in layers)
     plan = Float8Plan(recipe, settings, layers, fused, unconverted=unconverted)

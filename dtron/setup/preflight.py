@@ -45,7 +45,7 @@ from dtron.lora.peft import PeftFolder
 from dtron.models import build_model, hf_of, model_spec
 from dtron.models.attention import BACKENDS, Backend
 from dtron.models.config import DecoderConfig
-from dtron.models.contract import check_family, left_out_of_plans
+from dtron.models.contract import check_family, counted_as_decoder
 from dtron.models.flops import n_parameters
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
@@ -231,7 +231,7 @@ def set_up_model(config: RunConfig, place: Place, starts: bool) -> ModelSetup:
     if starts:
         warnings = [*host_warnings(config, place.world_size, place.local_world_size)]
         warnings += cpu_warnings(config, place.device)
-        for warning in [*warnings, *setting_warnings(config), *left_out_of_plans(*family)]:
+        for warning in [*warnings, *setting_warnings(config), *counted_as_decoder(*family)]:
             log.warning("%s", warning)
     if starts and place.device.type == "cpu":
         _check_memory(config, run.model, place)

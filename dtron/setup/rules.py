@@ -23,9 +23,14 @@ from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import ignored, reads_images
-from dtron.models.flops import FlopsModel, flops_per_token
+from dtron.models.flops import FlopsModel, flops_per_token, images_that_fit
 from dtron.parallelisms.context.layout import layout_of
-from dtron.parallelisms.expert import bounded_all_to_all, deepep, symmetric_dispatch
+from dtron.parallelisms.expert import (
+    bounded_all_to_all,
+    deepep,
+    hierarchical,
+    symmetric_dispatch,
+)
 from dtron.parallelisms.expert.dispatchers import in_graphs, refuse_half_compiled
 from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
@@ -54,7 +59,7 @@ class ModelCandidate(Candidate):
 
     @cached_property
     def layout(self) -> Layout | None:
-        """Stages of the pipeline, balanced by matmul FLOPs including the head; None with pp = 1."""
+        """Stages of the pipeline, balanced by FLOPs with head and encoder; None with pp = 1."""
         config, model, spec = self.config, self.model, self.spec
         if config.parallel.pp == 1:
             return None
@@ -62,10 +67,16 @@ class ModelCandidate(Candidate):
         whole = flops_per_token(FlopsModel.of(model), config.train.seq_len, "causal")
         head = 6 * model.vocab_size * model.dim * (1 + model.mtp)
         layer = (whole - head) / (model.n_layers + model.mtp)
-        weight = head / layer + model.mtp
+        weight, encoder = head / layer + model.mtp, self._encoder_flops / layer
         return build_layout(
-            config.parallel, names, model.n_layers, self.micro_batches, weight, model.mtp
+            config.parallel, names, model.n_layers, self.micro_batches, weight, model.mtp, encoder
         )
+
+    @property
+    def _encoder_flops(self) -> float:
+        """FLOPs per token of an encoder, with as many images as fit into a sequence."""
+        length = self.config.train.seq_len
+        return FlopsModel.of(self.model).image_flops * images_that_fit(self.model, length) / length
 
     @property
     def splits_backward(self) -> bool:
@@ -221,7 +232,7 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
     heads |= {"delta_key_heads": model.delta_key_heads} if model.delta_key_heads else {}
-    if model.vision_layers:
+    if model.vision_layers and parallel.encoder_tp > 1:
         heads |= {"vision_heads": model.vision_heads, "vision_ffn_dim": model.vision_ffn_dim}
         heads |= {"dim": model.dim}
     shared = {"n_shared_experts x expert_dim": model.n_shared_experts * model.expert_dim}
@@ -284,6 +295,9 @@ def _check_dispatch(run: ModelCandidate) -> None:
     refuse_half_compiled(config.recompute, config.compile, ranks, parallel.dispatcher)
     if parallel.dispatcher == "bounded_all_to_all":
         bounded_all_to_all.check_float8(config.float8.dispatch)
+    if parallel.dispatcher == "hierarchical":
+        bounded_all_to_all.check_float8(config.float8.dispatch, hierarchical.KEY)
+        hierarchical.check_inner(parallel.ep, parallel.ep_inner)
     if parallel.dispatcher == "deepep":
         deterministic, float8 = config.debug.deterministic, config.float8.dispatch
         deepep.check_settings(parallel.ep, parallel.etp, deterministic, float8)
@@ -478,6 +492,7 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "{c.train.seq_len}; use a smaller mtp",
     ),
     Rule("parallel.ep parallel.etp", lambda c: c.model.n_experts, needs="model.override.n_experts"),
+    Rule("parallel.encoder_tp", lambda c: c.spec.encoder, needs='an encoder: model.name = "llava"'),
     Rule(
         "parallel.sequence_parallel parallel.tp model.override",
         lambda c: not c.model.n_experts or c.parallel.tp == 1 or c.parallel.sequence_parallel,
@@ -485,8 +500,8 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         "each tp rank routes its own shard of the tokens; use true",
     ),
     Rule(
-        "parallel.dispatcher recompute.mode recompute.modules compile.enable debug.deterministic "
-        "float8.dispatch",
+        "parallel.dispatcher parallel.ep_inner recompute.mode recompute.modules compile.enable "
+        "debug.deterministic float8.dispatch",
         passes(_check_dispatch),
     ),
     Rule(

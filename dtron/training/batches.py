@@ -37,7 +37,7 @@ class RankTokens:
             order = local.order if config.delta_key_heads else None
             local = replace(local, pieces=None, order=order)
         if config.vision_layers:
-            local = local.with_used_images(config.vision_image_size)
+            local = local.with_images(config.vision_image_size)
         return replace(local, documents=documents).to(self.device)
 
 
@@ -57,21 +57,24 @@ class RankBatches(RankTokens):
         self._hashed, self._hash, self._n_padding, self._n_tokens = hashed, 0, 0, 0
         self._data_seconds, self._steps = 0.0, 0
 
-    def next_step(self) -> tuple[list[Batch], float]:
-        """Return this rank's micro-batches of the next step, and their attended length.
+    def next_step(self) -> tuple[list[Batch], float, float]:
+        """Return this rank's micro-batches of the next step, and two measures of their FLOPs.
 
-        See `attended_length` for its definition.
+        These are their attended length (see `attended_length`) and their images per token.
         """
         begin = time.perf_counter()
         batches = self.loader.step()
         self._data_seconds += time.perf_counter() - begin
         self._steps += 1
         attended = attended_length(batches, self.model.config.windows)
+        images = sum(len(batch.images) for batch in batches if batch.images is not None)
+        n_tokens = sum(batch.tokens.numel() for batch in batches)
         self._n_padding += sum(batch.padding for batch in batches)
-        self._n_tokens += sum(batch.tokens.numel() for batch in batches)
+        self._n_tokens += n_tokens
         if self._hashed:
             self._hash += fingerprint(batches)
-        return [self.prepare(batch, self.model.config.mtp) for batch in batches], attended
+        local = [self.prepare(batch, self.model.config.mtp) for batch in batches]
+        return local, attended, images / n_tokens
 
     def read_hash(self, group: dist.ProcessGroup) -> int:
         """Return the hash of all ranks' sequences since the previous call; a collective.

@@ -104,6 +104,7 @@ class ModelBuilder:
             convert=self._conversion(),
             vocabulary=spec.vocabulary(self.setup.config),
             layout=self.setup.layout,
+            encoder=spec.encoder,
             replicas="step",
             context=self.context,
             experts=self._expert_layers(),
@@ -125,7 +126,11 @@ class ModelBuilder:
         spec = model_spec(self.config.model.name)
         parallel, float8 = self.config.parallel, self.config.float8.dispatch
         return ExpertLayers(
-            spec.experts, parallel.dispatcher, capacity=parallel.ep_capacity, float8=float8
+            spec.experts,
+            parallel.dispatcher,
+            capacity=parallel.ep_capacity,
+            float8=float8,
+            inner=parallel.ep_inner,
         )
 
     def _conversion(self) -> Callable[[nn.Module], None] | None:

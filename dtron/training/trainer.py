@@ -451,14 +451,14 @@ class Trainer:
         self.profile.before(number)
         recording = self.memory.recording(number)
         with phase("step"), self.guards.sampling(number), recording:
-            result, lr, attended = self._next_update()
+            result, lr, *work = self._next_update()
         self.step = number
         self.step_log.recovery |= self.attempts.stepped()
         if self.times is not None:
-            self.times.mark(attended)
+            self.times.mark(*work)
         step_tokens = config.train.global_batch * config.train.seq_len
         self.tokens += step_tokens
-        self.throughput.add(step_tokens, attended)
+        self.throughput.add(step_tokens, *work)
         final = number == config.train.steps
         self.profile.after(number, final)
         self.writer.step(number)
@@ -471,14 +471,15 @@ class Trainer:
         if number % config.train.gc_interval == 0:
             gc.collect(1)
 
-    def _next_update(self) -> tuple[StepResult, float, float]:
+    def _next_update(self) -> tuple[StepResult, float, float, float]:
         """Train on the next global batch.
 
         Returns:
-            Result, learning rate, and attended length: 2 * (mean number of keys per query) - 1.
+            Result, learning rate, attended length: 2 * (mean number of keys per query) - 1, and
+            images per token.
         """
         config, number, first = self.config, self.step + 1, self.step == self.info["start_step"]
-        batches, attended = self.batches.next_step()
+        batches, attended, images = self.batches.next_step()
         self.guards.data_loaded(number)
         lr = learning_rate(
             self.step, config.train.steps, config.optim.lr, config.schedule, self.warmup
@@ -497,7 +498,7 @@ class Trainer:
         self.repeats.keep(batches, self.step, lr, compute)
         if first:
             self._after_first_step()
-        return result, lr, attended
+        return result, lr, attended, images
 
     def _after_first_step(self) -> None:
         """Reserve host memory for asynchronous saves; log host memory of offloaded tensors."""

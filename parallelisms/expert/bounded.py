@@ -91,6 +91,9 @@ class Bounded(Dispatcher):
 
     If n rows exceed the capacity, a layer's `begin` records n * RADIX + M, where M is the number of
     rows of each rank, or UNEVEN if ranks differ in M.
+
+    `begin` may have an argument `even`: the number of rows that experts have of each rank with even
+    loads, from which the size of buffers follows; None: M, all rows.
     """
 
     in_graphs = True
@@ -99,6 +102,8 @@ class Bounded(Dispatcher):
 
     def __init__(self, group: dist.ProcessGroup, ep: int, etp: int, capacity: float) -> None:
         self.group, self.ep, self.etp, self.capacity = group, ep, etp, capacity
+        self.enough = float(ep)
+        """A capacity that is enough for any loads."""
         self.record = Record()
 
     def layer(self, fqn: str, device: torch.device) -> LayerTensors:
@@ -163,7 +168,7 @@ class Bounded(Dispatcher):
                 'parallel.dispatcher = "all_to_all"'
             )
         before, load = self.capacity, rows / self.even_load(n_rows)
-        self.capacity = min(float(self.ep), math.ceil(_SPARE * load * 10) / 10)
+        self.capacity = min(self.enough, math.ceil(_SPARE * load * 10) / 10)
         assert self.capacity > before, "rows that exceed a capacity need a larger one"
         return (
             f"parallel.ep_capacity = {before}: {self.dropped_rows.format(rank=rank, rows=rows)} of "

@@ -69,9 +69,12 @@ class BoundedAllToAll(Bounded):
         check_float8(float8)
         super().__init__(group, ep, etp, capacity)
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: LayerTensors) -> _InFlight:
-        """Exchange the ends of experts' rows, and issue the dispatch; see `Dispatcher`."""
-        n_rows, most = len(rows), chunk_size(len(rows), self.ep, self.capacity)
+    def begin(  # type: ignore[override]
+        self, rows: Tensor, offsets: Tensor, layer: LayerTensors, even: int | None = None
+    ) -> _InFlight:
+        """Exchange the ends of experts' rows, and issue the dispatch; see `Bounded`."""
+        n_rows, even = len(rows), len(rows) if even is None else even
+        most = chunk_size(n_rows, self.ep, self.capacity, even)
         ends = offsets.long().view(self.ep, -1)  # of each rank's experts
         last = ends[:, -1]
         first = torch.cat([last.new_zeros(1), last[:-1]])
@@ -86,22 +89,22 @@ class BoundedAllToAll(Bounded):
         slots = torch.where(row < last[-1], slots, NONE)
 
         largest = counts.amax().unsqueeze(0)
-        exceeded = torch.where(largest > most, largest * RADIX + n_rows, 0)
+        exceeded = torch.where(largest > most, largest * RADIX + even, 0)
         sent = (ends - first.unsqueeze(1)).clamp(max=most)
         sent = recorded(sent, layer.number, exceeded, self.record.name)
         ends = issue_all_to_all_even(sent.repeat_interleave(self.etp, 0), *self._ranks())
         chunks = select(rows, back, slots).view(self.ep, 1, most, rows.shape[1])
         chunks = chunks.expand(-1, self.etp, -1, -1).reshape(-1, rows.shape[1])
-        return _InFlight(_Issue.apply(chunks, *self._ranks()), ends, slots, back)
+        return _InFlight(send_chunks(chunks, *self._ranks()), ends, slots, back)
 
     def finish(self, pending: _InFlight, compute: Compute) -> Tensor:
         """Wait for the dispatch, compute, combine, and return the results; see `Dispatcher`."""
         ends, most = wait_tensor(pending.ends), len(pending.back) // self.ep
-        rows = _Wait.apply(pending.rows, *self._ranks())
+        rows = chunks_arrived(pending.rows, *self._ranks())
         order, inverse, offsets = by_expert(ends, most)
         results = self.computed(compute, select(rows, order, inverse), offsets)
-        combined = _Issue.apply(select(results, inverse, order), *self._ranks())
-        partials = _Wait.apply(combined, *self._ranks())
+        combined = send_chunks(select(results, inverse, order), *self._ranks())
+        partials = chunks_arrived(combined, *self._ranks())
         summed = partials.view(self.ep, self.etp, most, rows.shape[1]).sum(1)
         return select(summed.flatten(0, 1), pending.slots, pending.back)
 
@@ -113,19 +116,22 @@ class BoundedAllToAll(Bounded):
         return self.group.size(), self.group.group_name
 
 
-def check_float8(float8: bool) -> None:
-    """Raise ConfigError if rows would be sent in float8."""
+def check_float8(float8: bool, key: str = 'parallel.dispatcher = "bounded_all_to_all"') -> None:
+    """Raise ConfigError if rows would be sent in float8; `key` is the dispatcher's setting."""
     if float8:
         raise ConfigError(
-            'float8.dispatch with parallel.dispatcher = "bounded_all_to_all": it sends rows in the '
+            f"float8.dispatch with {key}: it sends rows in the "
             "compute dtype only; use float8.dispatch = false, or use parallel.dispatcher = "
             '"symmetric_memory" (inside a host) or "all_to_all"'
         )
 
 
-def chunk_size(n_rows: int, ep: int, capacity: float) -> int:
-    """Return S, the number of rows from a rank to a rank, for n_rows rows per rank."""
-    return min(n_rows, max(LEAST, math.ceil(capacity * n_rows / ep)))
+def chunk_size(n_rows: int, ep: int, capacity: float, even: int | None = None) -> int:
+    """Return S, the number of rows from a rank to a rank, for n_rows rows per rank.
+
+    `even` is an argument of `Bounded.begin`.
+    """
+    return min(n_rows, max(LEAST, math.ceil(capacity * (even or n_rows) / ep)))
 
 
 def by_expert(ends: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,13 +192,25 @@ class _Select(torch.autograd.Function):
         return _selected(gradients[0], ctx.saved_tensors[0]), None, None
 
 
-class _Issue(torch.autograd.Function):
-    """Issue an all-to-all of equal chunks; only `_Wait` may read the result.
+def send_chunks(rows: Tensor, ranks: int, group: str) -> Tensor:
+    """Issue an all-to-all of equal chunks; only `chunks_arrived` may read the result.
 
-    The backward waits for the gradients that `_Wait`'s backward issued; no hook may read them
-    between the two.
+    The backward waits for the gradients that the backward of `chunks_arrived` issued; no hook may
+    read them between the two.
+
+    Args:
+        rows: (ranks S, D).
+        group: name of the process group.
     """
+    return _Issue.apply(rows, ranks, group)  # type: ignore[return-value]
 
+
+def chunks_arrived(pending: Tensor, ranks: int, group: str) -> Tensor:
+    """Wait for the result of `send_chunks`; the backward issues the all-to-all of gradients."""
+    return _Wait.apply(pending, ranks, group)  # type: ignore[return-value]
+
+
+class _Issue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: int, group: str) -> Tensor:
         return issue_all_to_all_even(rows, ranks, group)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtron.kernels.permute import Copies
+
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Local experts: (rows (N, D) sorted by expert, offsets int32 (E / ep,)) -> (N, D)."""
 
@@ -22,9 +24,13 @@ class Dispatcher(Protocol):
         group: ep x etp ranks, etp innermost.
         in_graphs: whether `begin` and `finish` can be in a compiled graph. If true, the host must
             neither wait nor read sizes in them.
+        takes_tokens: whether `begin` takes tokens (N, D) instead of their copies (M, D), and
+            `finish` returns each token's weighted sum of results, (N, D) in the dtype of the
+            weights.
     """
 
     in_graphs: bool = False
+    takes_tokens: bool = False
     group: dist.ProcessGroup
 
     def __init__(
@@ -48,10 +54,11 @@ class Dispatcher(Protocol):
         """
         self.group = group
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: Any) -> Any:
+    def begin(self, rows: Tensor, offsets: Tensor, layer: Any, copies: Copies | None = None) -> Any:
         """Issue the dispatch of rows (M, D), sorted by expert; the result is passed to `finish`.
 
-        `offsets` int32 (E,) are the ends of all experts' rows.
+        `offsets` int32 (E,) are the ends of all experts' rows. `copies` is passed only with
+        `takes_tokens`.
         """
         ...
 

@@ -8,12 +8,14 @@ from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.expert.bounded_all_to_all import BoundedAllToAll
 from dtron.parallelisms.expert.deepep import DeepEP
 from dtron.parallelisms.expert.dispatcher import Dispatcher
+from dtron.parallelisms.expert.hierarchical import Hierarchical
 from dtron.parallelisms.expert.symmetric_dispatch import SymmetricMemory
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     "all_to_all": AllToAll,
     "symmetric_memory": SymmetricMemory,
     "bounded_all_to_all": BoundedAllToAll,
+    "hierarchical": Hierarchical,
     "deepep": DeepEP,
 }
 

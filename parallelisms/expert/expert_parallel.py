@@ -46,8 +46,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtron.errors import ConfigError
+from dtron.kernels.permute import Copies
 from dtron.parallelisms.expert.dispatcher import Dispatcher
 from dtron.parallelisms.expert.dispatchers import dispatcher_class, in_graphs
+from dtron.parallelisms.expert.hierarchical import Hierarchical
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.mesh import Mesh
 
@@ -89,6 +91,10 @@ class ExpertLayers:
     float8: bool = False
     """Send rows, and gradients of results, to experts in float8
     (`dtron/kernels/float8_rows.py`)."""
+    inner: int = 0
+    """For the dispatcher "hierarchical": number of neighbouring ep ranks in a host; 0: those with
+    equal host names. Expert modules then need an argument `copies` of `begin`, as in
+    `models/moe.py`."""
 
 
 def on_separate_mesh(mesh: Mesh) -> bool:
@@ -105,7 +111,10 @@ def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
     if ep * etp == 1:
         return None
     kind = dispatcher_class(layers.dispatcher)
-    return kind(mesh.expert_group(), ep, etp, layers.capacity, layers.float8)
+    settings = (mesh.expert_group(), ep, etp, layers.capacity, layers.float8)
+    if issubclass(kind, Hierarchical):
+        return kind(*settings, inner=layers.inner, split=mesh.expert_hosts)
+    return kind(*settings)
 
 
 def apply_experts(
@@ -132,6 +141,7 @@ def apply_experts(
         module.own = functools.partial(_local_parameter, module)  # type: ignore[assignment]
         layer = dispatcher.layer(fqn, torch.device(mesh.device_type))
         module.local_forward = module.forward  # type: ignore[assignment]
+        module.takes_tokens = dispatcher.takes_tokens  # type: ignore[assignment]
         sharded = _ShardedExperts(module, dispatcher, layer)
         for name in ("begin", "finish", "forward"):
             call = getattr(sharded, name)
@@ -147,9 +157,18 @@ class _ShardedExperts:
     def __init__(self, module: nn.Module, dispatcher: Dispatcher, layer: Any) -> None:
         self.module, self.dispatcher, self.layer = module, dispatcher, layer
 
-    def begin(self, rows: Tensor, offsets: Tensor, tail: bool = True) -> Any:
+    def begin(
+        self, rows: Tensor, offsets: Tensor, tail: bool = True, copies: Copies | None = None
+    ) -> Any:
         """Issue the dispatch; rows after the last offset are not sent, so `tail` is not used."""
-        return self.dispatcher.begin(rows, offsets, self.layer)
+        if not self.dispatcher.takes_tokens:
+            return self.dispatcher.begin(rows, offsets, self.layer)
+        if copies is None:
+            raise ConfigError(
+                "this parallel.dispatcher sums the results of each token: pass the experts' "
+                "`begin` tokens and `copies`, as in models/moe.py, or use another dispatcher"
+            )
+        return self.dispatcher.begin(rows, offsets, self.layer, copies)
 
     def finish(self, pending: Any) -> Tensor:
         return self.dispatcher.finish(pending, self._compute_local)

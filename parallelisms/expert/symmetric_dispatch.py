@@ -171,9 +171,12 @@ class SymmetricMemory(Bounded):
         """Return the number of rows for a rank's experts; see `Bounded`."""
         return float(self.etp * n_rows)
 
-    def begin(self, rows: Tensor, offsets: Tensor, layer: LayerTensors) -> _InFlight:
-        """Exchange offsets, compute routes, and issue the dispatch; see `Dispatcher`."""
-        most = rows_at_most(len(rows), self.ep, self.etp, self.capacity)
+    def begin(  # type: ignore[override]
+        self, rows: Tensor, offsets: Tensor, layer: LayerTensors, even: int | None = None
+    ) -> _InFlight:
+        """Exchange offsets, compute routes, and issue the dispatch; see `Bounded`."""
+        even = len(rows) if even is None else even
+        most = rows_at_most(len(rows), self.ep, self.etp, self.capacity, even)
         numbers = torch.cat([offsets, offsets.new_full((1,), len(rows))])
         numbers = exchange(numbers, layer.ranks, self.mailbox.name)
         routes = routes_of(numbers[:, :-1], layer.rank, self.etp, len(rows), most)
@@ -182,7 +185,7 @@ class SymmetricMemory(Bounded):
             dispatch=torch.where(uneven, NONE, routes.dispatch),
             combine=torch.where(uneven, LOST, routes.combine),
         )
-        exceeded = torch.where(routes.n_rows > most, routes.n_rows * RADIX + len(rows), 0)
+        exceeded = torch.where(routes.n_rows > most, routes.n_rows * RADIX + even, 0)
         exceeded = torch.where(uneven, UNEVEN, exceeded)
         slots = (routes.dispatch, 1, routes.combine, self.etp)
         record = (self.mailbox.name, layer.number, exceeded)
@@ -196,6 +199,9 @@ class SymmetricMemory(Bounded):
         return move(results, *slots, self.mailbox.name, back_float8=self.float8)
 
 
-def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float) -> int:
-    """Return C, the maximum number of rows that a rank can receive, for n_rows rows per rank."""
-    return min(ep * etp * n_rows, max(LEAST, math.ceil(capacity * etp * n_rows)))
+def rows_at_most(n_rows: int, ep: int, etp: int, capacity: float, even: int | None = None) -> int:
+    """Return C, the maximum number of rows that a rank can receive, for n_rows rows per rank.
+
+    `even` is an argument of `Bounded.begin`.
+    """
+    return min(ep * etp * n_rows, max(LEAST, math.ceil(capacity * etp * (even or n_rows))))

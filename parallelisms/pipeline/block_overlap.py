@@ -135,6 +135,8 @@ class BlockOverlap:
             # Autograd would warn in each step that gradients are added on another stream.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.lanes = [Lane(*each) for each in zip(groups, streams, strict=True)]
+        for group in reversed(groups):  # on all ranks at once, if a dispatcher makes more groups
+            dispatcher.use_group(group)
         self._adders: dict[nn.Module, list[Any] | None] = {}
         self._lane = 0
         """The lane in which work is issued."""

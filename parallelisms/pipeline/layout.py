@@ -85,6 +85,7 @@ def build_layout(
     n_micro_batches: int,
     head_weight: float,
     n_prediction_layers: int = 0,
+    encoder_weight: float = 0.0,
 ) -> Layout:
     """Build the layout that the [parallel] section defines; check its schedule and its stages.
 
@@ -94,6 +95,7 @@ def build_layout(
         head_weight: time of norm, head, loss and MTP modules, relative to a layer; it balances the
             stages.
         n_prediction_layers: number of multi-token-prediction layers of the model.
+        encoder_weight: time of an encoder before the first layer, relative to a layer.
 
     Raises:
         ConfigError: the schedule does not support these numbers, or the layout is not legal.
@@ -117,7 +119,9 @@ def build_layout(
         split = (
             parse_layout(given, n_layers, p * v, n_prediction_layers)  # type: ignore[arg-type]
             if given
-            else split_layers(n_layers, p * v, head_weight, stage_ranks(placement, p, v))
+            else split_layers(
+                n_layers, p * v, head_weight, stage_ranks(placement, p, v), encoder_weight
+            )
         )
         if any(stage.prediction_layers for stage in split[:-1]):
             raise ConfigError(
@@ -162,6 +166,7 @@ def split_layers(
     n_stages: int,
     head_weight: float = 1.0,
     ranks: Sequence[int] | None = None,
+    encoder_weight: float = 0.0,
 ) -> list[Stage]:
     """Balance layers, first over ranks and then over the stages of each rank.
 
@@ -177,6 +182,7 @@ def split_layers(
         n_stages: number of stages, parallel.pp * parallel.stages_per_rank.
         head_weight: time of the final norm, the head and the loss.
         ranks: the rank of each stage; None: one stage per rank.
+        encoder_weight: time of an encoder before the first layer.
 
     Returns:
         The stages. Only the first and the last stage can have no layers: if the head takes as long
@@ -196,6 +202,7 @@ def split_layers(
     counts = [int(0 < stage < n_stages - 1) for stage in range(n_stages)]
     loads = [float(count) for count in counts]
     loads[-1] += head_weight
+    loads[0] += encoder_weight
     ranks = range(n_stages) if ranks is None else ranks
     rank_loads = dict.fromkeys(ranks, 0.0)
     for stage, rank in enumerate(ranks):

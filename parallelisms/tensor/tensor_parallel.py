@@ -282,7 +282,7 @@ def _apply_row(module: nn.Module, mesh: DeviceMesh, row: AnyRow, replicas: Repli
     if isinstance(row, Row) and row.split:
         _shard_arguments(module, mesh, row)
     for argument in row.partial if isinstance(row, Row) else ():
-        _PrepareArgument(argument, Replicate(), Replicate(), to_local=True).apply(module, mesh)
+        PrepareArgument(argument, Replicate(), Replicate(), Partial()).apply(module, mesh)
     if hasattr(module, "head_shard") and isinstance(row, Row) and row.kind == "heads":
         module.head_shard = mesh.get_local_rank()  # type: ignore[assignment]
     if isinstance(row, Row):
@@ -314,7 +314,8 @@ def _style(row: AnyRow, module: nn.Module, distribute: bool) -> Style | Parallel
         return _Colwise(row.inputs, row.output)
     if row.kind == "prepare_output":
         return PrepareModuleOutput(output_layouts=row.inputs, desired_output_layouts=row.output)
-    return _PrepareArgument(row.argument, row.inputs, row.output, row.kind == "prepare_whole")
+    gradient = Partial() if row.kind == "prepare_whole" else None
+    return PrepareArgument(row.argument, row.inputs, row.output, gradient)
 
 
 class _Colwise(Style):
@@ -344,20 +345,24 @@ class _Colwise(Style):
         module.register_forward_hook(localize)
 
 
-class _PrepareArgument(Style):
+class PrepareArgument(Style):
     """Like torch's PrepareModuleInput, but for a single argument of the module.
 
     Args:
-        to_local: pass a plain tensor; its gradients are partial sums over the mesh.
+        gradient: pass a plain tensor, whose gradient has this placement; None: pass a DTensor.
     """
 
     covers_parameters = False
 
     def __init__(
-        self, argument: int | str, layout: Placement, desired: Placement, to_local: bool
+        self,
+        argument: int | str,
+        layout: Placement,
+        desired: Placement,
+        gradient: Placement | None = None,
     ) -> None:
         self.argument, self.layout, self.desired = argument, layout, desired
-        self.to_local = to_local
+        self.gradient = gradient
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Redistribute the argument in each call of the module."""
@@ -366,7 +371,7 @@ class _PrepareArgument(Style):
     def redistribute(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """Redistribute x, a shard of placement `layout`, to `desired`."""
         found = _redistribute(x, mesh, self.layout, self.desired, asynchronous=False)
-        return found.to_local(grad_placements=[Partial()]) if self.to_local else found
+        return found if self.gradient is None else found.to_local(grad_placements=[self.gradient])
 
 
 def _redistribute(

@@ -33,6 +33,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         times = {
             "begun_at": 0.0,
             "attended": [256.0] * 3,
+            "images": [0.0] * 3,
             "devices": ["cpu"],
             "seconds": [[step] * 3],
             "memory_gib": [[1.0] * 3],

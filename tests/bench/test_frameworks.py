@@ -222,6 +222,7 @@ FREE = {
     "run.dir",
     "run.wait_seconds",
     "model.attention",
+    "parallel.encoder_tp",  # of models with an encoder, which have no row there
     "parallel.ep",  # of models with experts, which have no row there
     "parallel.etp",
     "parallel.zero",
@@ -245,6 +246,7 @@ FREE = {
     "optim.adjust_lr_fn",
     "parallel.dispatcher",
     "parallel.ep_capacity",
+    "parallel.ep_inner",
     *(key for key, _, _ in fields(RunConfig) if key.startswith("checkpoint.")),  # none is saved
     *(key for key, _, _ in fields(RunConfig) if key.startswith("faults.")),  # dtron alone is slower
     "debug.collectives",  # of the first step

@@ -28,6 +28,7 @@ def outcome(by_rank: list[list[float]], **changes: Any) -> Outcome:
     times = {
         "begun_at": 130.0,
         "attended": [8192.0] * 6,
+        "images": [0.0] * 6,
         "devices": ["NVIDIA H200"] * 2,
         "seconds": by_rank,
         "memory_gib": [[1.0, 2.0, 2.0, 2.0, 3.0, 9.0], [1.0, 2.0, 2.0, 4.0, 4.0, 9.0]],

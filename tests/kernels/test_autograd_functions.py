@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dtron.kernels.permute import repeated, summed
+from dtron.kernels.permute import collected, repeated, summed
 from dtron.models.gated_delta_net import causal_convolution
 from dtron.models.router import AddedLoss
 from dtron.parallelisms.expert.bounded_all_to_all import select
@@ -23,6 +23,7 @@ ORDER = torch.tensor([2, -1, 0])  # its own inverse; nothing reads or writes the
 TOKENS = torch.arange(12.0).view(3, 4) + 1
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "repeated": lambda x: repeated(x, ORDER, ORDER, 1),
+    "collected": lambda x: collected(x, ORDER, ORDER, 1, torch.float32),
     "summed": lambda x: summed(x, x[:, :1].float(), ORDER, ORDER),
     "added loss": lambda x: AddedLoss.apply(x, x.square().sum(), torch.tensor(2.0)),
     "select": lambda x: select(x, ORDER, ORDER),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dtron.data import Batch
 from dtron.models import BACKENDS, MODELS, build_model, model_config
@@ -9,6 +11,7 @@ from dtron.models.flops import (
     FlopsModel,
     attended_by_layers,
     flops_per_token,
+    image_flops,
     n_active_parameters,
     n_parameters,
     peak_flops,
@@ -89,6 +92,29 @@ def test_active_parameters_are_as_published(name, size, billions):
     config = model_config(name, size).model_copy(update={"mtp": 0})
     active = FlopsModel.of(config).matmul_params + config.lookup_params
     assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_images_are_counted_as_they_are_computed() -> None:
+    """By torch's count of the forward's operators, which leaves out norms, biases and sums."""
+    config = model_config("llava", "debug")
+    model = build_model("llava", config, BACKENDS["math"])
+    images, x = torch.zeros(3, 3, 32, 32), torch.full((1, 48), config.image_token)
+    index = torch.stack([torch.arange(48) // 16, torch.arange(48) % 16], -1).unsqueeze(0)
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as both:
+            model(x, images=images, image_index=index)
+        with FlopCounterMode(display=False) as text:
+            model(x)
+    seen = both.get_total_flops() - text.get_total_flops()
+    small = sum(p.numel() for name, p in model.named_parameters() if _is_vector_of_vision(name, p))
+    assert 3 * (image_flops(config) - 2 * config.image_tokens * small) == seen
+    sizes = FlopsModel.of(config)
+    more = flops_per_token(sizes, 48, "causal", 1 / 16) - flops_per_token(sizes, 48, "causal")
+    assert more * 48 == pytest.approx(9 * image_flops(config))
+
+
+def _is_vector_of_vision(name: str, parameter: torch.Tensor) -> bool:
+    return name.startswith(("vision.", "projector.")) and parameter.dim() == 1
 
 
 def test_latent_heads_are_counted_as_wide_as_they_are():

@@ -157,17 +157,22 @@ def test_impossible_encoders_are_refused(changes: dict[str, Any], message: str) 
         ({"image_size": 16}, "data.image_size = 16 differs from the model's 32; use 32"),
         ({"image_tokens": 4}, "data.image_tokens = 4 differs from the model's 16; use 16"),
         ({"tp": 8}, "parallel.tp = 8 does not divide model.vision_heads = 4"),
+        ({"tp": 2, "encoder_tp": 4}, "parallel.encoder_tp = 4 is neither 1 nor parallel.tp = 2"),
+        ({"name": "llama", "tp": 2, "encoder_tp": 2}, "parallel.encoder_tp = 2 has no effect"),
+        ({"filter": ["projector.up"]}, "float8.filter names projector.up, a layer of the encoder"),
     ],
 )
 def test_settings_of_images_fit_the_model(keys: dict[str, Any], message: str) -> None:
     images = {"image_size": 32, "image_tokens": 16, "image_token": 255}
     images |= {key: value for key, value in keys.items() if key in images}
+    tp = keys.get("tp", 1)
     config = RunConfig.of(
         {
             "model": {"name": keys.get("name", "llava")},
-            "parallel": {"tp": keys.get("tp", 1)},
+            "parallel": {"tp": tp, "encoder_tp": keys.get("encoder_tp", tp)},
             "data": {"format": "image_text", "packing": "best_fit", **images},
+            "float8": {"recipe": "rowwise", "filter": keys["filter"]} if "filter" in keys else {},
         }
     )
-    found = list(all_broken(ModelCandidate(config, keys.get("tp", 1))))
+    found = list(all_broken(ModelCandidate(config, tp)))
     assert any(message in each for each in found), found

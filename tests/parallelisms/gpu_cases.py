@@ -92,6 +92,7 @@ EXCHANGED: Keys = {"reduce_by": "all_to_all"}
 COPIED: Keys = {"copy_engines": True}
 EP2: Keys = {"dp_shard": 2, "ep": 2}
 SYMMETRIC: Keys = {"dispatcher": "symmetric_memory"}
+HOSTS: Keys = {"dispatcher": "hierarchical", "ep_inner": 1}
 TOGETHER: Keys = {"zero": 1, "overlap_micro_batches": True}
 METHODS = ("ring", "all_gather", "ulysses")
 OFFLOADED = Recompute(mode="selective", offload=True)
@@ -113,6 +114,7 @@ FLOAT32: dict[int, list[Row]] = {
         row(2, EP2, MIXTURES),
         row(2, {**EP2, **SYMMETRIC}, MIXTURES),
         row(2, {**EP2, "dispatcher": "bounded_all_to_all"}, MIXTURES),
+        row(2, {**EP2, **HOSTS}, MIXTURES),
         row(2, {"tp": 2, "ep": 2}, MIXTURES),
         row(2, {"dp_shard": 2, "etp": 2}, MIXTURES),
         row(2, {"dp_shard": 2, "etp": 2, **SYMMETRIC}, ["mixtral"]),
@@ -236,6 +238,7 @@ BFLOAT16: dict[int, list[Row]] = {
         narrow(4, {"dp_shard": 2, "tp": 2}),
         narrow(4, {"pp": 2, "schedule": V, "tp": 2}),
         narrow(4, {"tp": 2, "dp_shard": 2, "ep": 2, **SYMMETRIC}, MIXTURES),
+        narrow(4, {"dp_shard": 4, "ep": 4, **HOSTS, "ep_inner": 2}, MIXTURES),
     ],
 }
 BFLOAT16_COMPILED: dict[int, list[Row]] = {
@@ -247,6 +250,7 @@ BFLOAT16_COMPILED: dict[int, list[Row]] = {
         narrow(2, EP2, ["mixtral"], compile=COMPILED),
         narrow(2, {**EP2, **SYMMETRIC}, ["mixtral"], compile=COMPILED),
         narrow(2, {**EP2, "dispatcher": "bounded_all_to_all"}, ["mixtral"], compile=COMPILED),
+        narrow(2, {**EP2, **HOSTS}, ["mixtral"], compile=COMPILED),
     ],
 }
 

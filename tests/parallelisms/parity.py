@@ -396,7 +396,7 @@ IMAGES = ((1, range(4)), (9, range(1, 4)))
 def with_images(case: Case, batch: Batch) -> Batch:
     """The batch with images, for a family that reads them: no, one or two of each sequence.
 
-    They are at IMAGES.
+    They are at IMAGES. Some sequences have another one, which no token reads.
     """
     if case.model not in VISION:
         return batch
@@ -409,9 +409,11 @@ def with_images(case: Case, batch: Batch) -> Batch:
             place = torch.tensor([[len(images), token] for token in tokens])
             index[row, first : first + len(tokens)] = place
             images.append(torch.randint(256, (3, 9, 9), generator=generator, dtype=torch.uint8))
+        if number % 4 == 3:
+            images.append(torch.zeros(3, 9, 9, dtype=torch.uint8))
     if images:
         batch = replace(batch, images=torch.stack(images), image_index=index)
-    return batch.with_used_images(9)
+    return batch.with_images(9)
 
 
 def image_arguments(batch: Batch) -> dict[str, Tensor]:
@@ -804,6 +806,7 @@ def build_parallel(case: Case, config: DecoderConfig, layout: Layout | None, mes
         ),
         vocabulary=spec.vocabulary(config),
         layout=layout,
+        encoder=spec.encoder,
         replicas="step",
         smallest_offload=1,
         context=context_of(case, kernel),
@@ -824,6 +827,7 @@ def expert_layers(case: Case) -> ExpertLayers:
         parallel.dispatcher,
         capacity=parallel.ep_capacity,
         float8=case.float8.dispatch,
+        inner=parallel.ep_inner,
     )
 
 
@@ -883,8 +887,6 @@ def micro_batches(case: Case, mesh: Mesh, step: int, mtp: int = 0) -> list[Batch
     starts = range(first, case.sequences, stride)
     batches = [make_batch(case, range(s, s + case.micro_batch), step) for s in starts]
     shares = [shard_batch(batch, mesh, context_of(case), mtp) for batch in batches]
-    if case.model in VISION:
-        shares = [share.with_used_images(9) for share in shares]
     return [share.to(mesh.device_type) for share in shares]
 
 

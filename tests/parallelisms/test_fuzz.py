@@ -156,8 +156,10 @@ def _draw_parallel(random: random.Random, model: str, degrees: dict[str, int]) -
         keys["etp"] = random.choice([n for n in (1, 1, 2) if inside // keys["ep"] % n == 0])
         if keys["ep"] > 1:
             keys["dispatcher"] = random.choice(
-                ["all_to_all", "symmetric_memory", "bounded_all_to_all"]
+                ["all_to_all", "symmetric_memory", "bounded_all_to_all", "hierarchical"]
             )
+            if keys["dispatcher"] == "hierarchical":
+                keys["ep_inner"] = random.choice([n for n in (1, 2) if n < keys["ep"]])
     elif degrees["tp"] > 1:
         keys["sequence_parallel"] = random.choice([True, False])
     if degrees["pp"] > 1:

@@ -41,9 +41,10 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
 }
+HIERARCHICAL: dict[str, Any] = {"dispatcher": "hierarchical", "ep_inner": 2}
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 2074,
+    "passed": 2084,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
@@ -237,6 +238,8 @@ def in_experts(model: str) -> list[Case]:
         {"cp": 2, "cp_method": "ulysses", "dp_shard": 2, "ep": 4},
         {"cp": 2, "cp_method": "all_gather", "tp": 2, "ep": 2},
         {"dp_shard": 3, "ep": 2},
+        {"dp_shard": 4, "ep": 4, **HIERARCHICAL},
+        {"tp": 2, "dp_shard": 2, "ep": 4, **HIERARCHICAL},
     ]
     pipelines = [{"pp": 2, "dp_shard": 2, "ep": 2, "schedule": name} for name in SCHEDULES]
     whole: dict[str, Any] = {"pp": 2, "cp": 2, "tp": 2, "cp_method": "all_gather", "ep": 4}

@@ -95,6 +95,7 @@ EXPERT_AXES: Axes = {
         {"parallel": {"ep": 2}},
         {"parallel": {"ep": 2, "dispatcher": "symmetric_memory"}},
         {"parallel": {"ep": 2, "dispatcher": "bounded_all_to_all"}},
+        {"parallel": {"ep": 2, "dispatcher": "hierarchical", "ep_inner": 1}},
     ],
     "width": [{}, {"parallel": {"etp": 2}}],
     "tensor": [{}, {"parallel": {"tp": 2}}],
@@ -252,6 +253,7 @@ ALL_DENSE: dict[str, Any] = {
 OVERLAPPED = Parallel(tp=2, zero=2, async_tp=True)
 V_OVERLAPPED = Parallel(pp=2, tp=2, schedule=V, async_tp=True)
 EXCHANGED_CONTEXT = Parallel(tp=2, cp=2, ep=4, dispatcher="symmetric_memory")
+HOSTS: Any = {"ep": 4, "dispatcher": "hierarchical", "ep_inner": 2}
 BOUNDED = Parallel(ep=2, dispatcher="bounded_all_to_all")
 EXCHANGED_OVERLAPPED = Parallel(tp=2, ep=2, dispatcher="symmetric_memory", async_tp=True)
 HEAD_OVERLAPPED = Parallel(pp=2, tp=2, schedule="1F1B", defer_head=1, async_tp=True)
@@ -314,6 +316,10 @@ EXPERT_CASES = [
     Case("mixtral", 2, Parallel(cp=2), override=PADDED, documents=True, micro_batch=2),
     Case("deepseek_v3", 4, Parallel(cp=2, tp=2, ep=2), override=LIMITED, micro_batch=2, steps=1),
     Case("mixtral", 4, Parallel(pp=2, tp=2, ep=2, schedule="DualPipeV"), override=TIED),
+    # two hosts of two ranks, each of which shares experts or has some of its own
+    Case("deepseek_v3", 4, Parallel(**HOSTS, tp=2), SELECTIVE, EAGER, documents=True),
+    Case("gpt_oss", 4, Parallel(**{**HOSTS, "ep_inner": 1, "ep": 2}, etp=2), dtype="float64"),
+    Case("mixtral", 4, Parallel(**HOSTS), override=LIMITED, padded=True),
     # a second and a third token
     Case("deepseek_v3", 2, Parallel(tp=2, ep=2), **PREDICTED, dtype="float64"),
     Case("deepseek_v3", 2, Parallel(cp=2, ep=2), FULL, **PREDICTED, documents=True),
@@ -358,11 +364,17 @@ HYBRID_CASES = [
     Case("qwen3_5", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
     Case("qwen3_5", 2, recompute=Recompute(mode="full", modules=["delta", "ffn"])),
     Case("qwen3_5", 4, Parallel(pp=2, tp=2, schedule=V), documents=True),
-    Case("llava", 2, Parallel(tp=2), FULL, micro_batch=2),
+    Case("llava", 2, Parallel(tp=2), FULL, EAGER, micro_batch=2),
+    Case("llava", 4, Parallel(dp_shard=2, tp=2, encoder_tp=2), SELECTIVE, EAGER, sequences=4),
+    Case("llava", 4, Parallel(dp_shard=2, tp=2), Recompute(ffn_chunks=2), optimizer="adamw"),
     Case("llava", 2, Parallel(zero=3), override={"tied": True}, optimizer="adamw"),
     Case("llava", 4, Parallel(cp=2, tp=2, sequence_parallel=False), documents=True),
     Case("llava", 4, Parallel(pp=2, tp=2, schedule=V), packing="best_fit", documents=True),
     Case("llava", 4, Parallel(pp=2, cp=2), dtype="float64", loss_chunks=2),
+    # the encoder and the embedding on a stage of their own
+    Case("llava", 2, Parallel(pp=2, pp_layout=[0, 5]), recompute=SELECTIVE),
+    Case("llava", 4, Parallel(pp=2, tp=2, pp_layout="E|t*5L"), documents=True),
+    Case("llava", 4, Parallel(pp=4, pp_layout=[0, 1, 2, 2])),
     # with experts, and with a second token
     Case("qwen3_5_moe", 2, Parallel(tp=2, ep=2), override={"mtp": 1}, dtype="float64"),
     Case("qwen3_5_moe", 4, EXCHANGED_CONTEXT, documents=True, micro_batch=2),
@@ -408,6 +420,7 @@ OVERLAP_CASES = [
     Case("mixtral", 4, Parallel(**TOGETHER, tp=2, **IN_MATMUL), loss_chunks=3, sequences=8),
     Case("gpt_oss", 4, Parallel(**TOGETHER, cp=2), FULL, padded=True),
     Case("mixtral", 2, Parallel(**TOGETHER), lora=Lora(rank=4), recompute=FULL),
+    Case("deepseek_v3", 4, Parallel(**{**TOGETHER, **HOSTS}), FULL, EAGER, sequences=8),
     Case(
         "deepseek_v3",
         4,
@@ -775,6 +788,7 @@ FLOAT8 = [
     # experts: a scale a row, wherever the row is
     float8("rowwise", 2, Parallel(ep=2), "mixtral", **EXPERTS8, recompute=FULL),
     float8("tensorwise", 4, Parallel(tp=2, ep=2), "mixtral", **EXPERTS8),
+    float8("tensorwise", 4, Parallel(**HOSTS), "mixtral", **EXPERTS8),
     float8("rowwise", 2, Parallel(etp=2), "mixtral", **EXPERTS8, dtype="float32"),
     # two micro-batches at once
     float8("rowwise", 2, Parallel(**TOGETHER), "mixtral", **EXPERTS8, recompute=FULL, sequences=6),

@@ -44,7 +44,7 @@ from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.stages import SharedWeights
 from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
 from dtron.parallelisms.placement import Row, sequence
-from dtron.parallelisms.tensor import async_tp, head_loss
+from dtron.parallelisms.tensor import async_tp, encoder, head_loss
 from dtron.parallelisms.tensor import tensor_parallel as tensor
 from dtron.training import expert_balancing as routing
 from dtron.training import loss, optim, step
@@ -617,6 +617,12 @@ def image_gradients_not_reduced() -> None:
     llava.sequence = without_sum
 
 
+def image_gradients_summed_twice() -> None:
+    """Gradients that tp ranks compute alike are summed over tp as if they were parts."""
+    prepare = encoder.PrepareArgument
+    encoder.PrepareArgument = lambda *args: prepare(*args[:3], Partial())  # type: ignore
+
+
 def images_of_another_micro_batch() -> None:
     """Tokens of a micro-batch are placed from the images of the one before."""
     make, before = step.as_micro_batch, {}
@@ -758,7 +764,8 @@ NARROW = replace(EP, optimizer="narrow_adamw", dtype="float64", steps=3)
 DELTA = Case("qwen3_5", 2, Parallel(tp=2), sequences=2)
 HYBRID = replace(DELTA, model="qwen3_5_moe")
 DELTA_CP = Case("qwen3_5", 2, Parallel(cp=2), sequences=2, documents=True)
-IMAGES = Case("llava", 2, Parallel(tp=2), sequences=2)
+IMAGES = Case("llava", 2, Parallel(tp=2, encoder_tp=2), sequences=2)
+OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
@@ -850,6 +857,8 @@ BUGS = [
     Bug(gates_without_input_gradient, DELTA, BEFORE_GATES),
     Bug(replicas_not_reduced, DELTA, OF_HEADS),
     Bug(image_gradients_not_reduced, IMAGES, ENCODER),
+    Bug(image_gradients_summed_twice, OWN_IMAGES, ENCODER),
+    Bug(replicas_not_reduced, OWN_IMAGES, ENCODER),
     Bug(images_of_another_micro_batch, MANY_IMAGES, ALSO_LOSS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),

@@ -16,6 +16,7 @@ ULYSSES = Parallel(cp=2, cp_method="ulysses")
 SMALL: dict[str, Any] = {"dtype": "float32", "sequences": 2}
 GATHERED: dict[str, Any] = {"all_gather": True}
 GATHERING: dict[str, Any] = {**SMALL, "override": {"vocab_size": 64}}
+HOSTS = Parallel(ep=4, dispatcher="hierarchical", ep_inner=2)
 CASES = [
     (Case("llama", 2, Parallel(tp=2), sequences=2), "tp"),
     (Case("llama", 2, Parallel(tp=2), Recompute(mode="selective"), sequences=2), "tp"),
@@ -42,6 +43,7 @@ CASES = [
         for m in ({}, {"skip_first": 1}, {"output": True})
     ],
     (Case("mixtral", 4, Parallel(dp_shard=4, ep=2), sequences=4), "edp_shard"),
+    (Case("mixtral", 4, HOSTS, sequences=4), "ep_outer"),
 ]
 
 

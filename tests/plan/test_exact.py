@@ -48,6 +48,11 @@ ENCODER = (
     f"{DENSE} model.name=bert model.size=110m model.override.n_kv_heads=8 "
     "model.override.max_seq_len=1024"
 )
+IMAGES = (
+    f"{DENSE} model.name=llava model.size=0.6b model.override.vision_layers=2 "
+    "model.override.vision_dim=256 model.override.vision_ffn_dim=1024 "
+    "model.override.vision_heads=4 model.override.image_token=9"
+)
 CASES = {
     "encoder": (ENCODER, 4, "parallel.tp=2 parallel.pp=2 parallel.zero=1"),
     "encoder's ring": (ENCODER, 4, "parallel.cp=2 parallel.zero=3 recompute.mode=full"),
@@ -82,6 +87,13 @@ CASES = {
     "hybrid, experts": (HYBRID_EXPERTS, 4, "parallel.tp=2 parallel.ep=4 model.override.mtp=1"),
     "hybrid, ahead": (HYBRID, 4, "parallel.pp=2 parallel.tp=2 model.override.mtp=1"),
     "post-norms": (LOCAL, 4, "parallel.tp=2 parallel.dp_shard=2"),
+    "images": (IMAGES, 4, "parallel.tp=2 parallel.zero=3 recompute.mode=full"),
+    "images over cp": (IMAGES, 4, "parallel.cp=2 parallel.tp=2 parallel.sequence_parallel=false"),
+    "encoder over tp": (
+        IMAGES,
+        4,
+        "parallel.pp=2 parallel.tp=2 parallel.encoder_tp=2 recompute.mode=selective",
+    ),
     "tp x pp": (
         DENSE,
         4,

@@ -240,6 +240,19 @@ def test_bounded_buffers_of_experts(
     assert _kept(pulled) == kept
 
 
+def test_a_relay_keeps_results_in_a_buffer() -> None:
+    """Besides what symmetric memory keeps: results of as many copies as `ep_capacity` allows."""
+    model = "model.name=deepseek_v3 model.size=16b model.override.n_layers=2 compile.enable=true"
+    layout = "parallel.ep=4 recompute.mode=none parallel.ep_capacity=2.0 parallel.dispatcher="
+    pulled, relayed = (
+        Resolved.of(RunConfig.load(LLAMA, f"{model} {layout}{name}".split()), 4)
+        for name in ("symmetric_memory", "hierarchical parallel.ep_inner=2")
+    )
+    buffers = [worst(memory(run)).classes["buffers"] for run in (pulled, relayed)]
+    assert buffers[0] == buffers[1]
+    assert _kept(relayed) - _kept(pulled) == pulled.tokens * 6 * pulled.model.dim * 2
+
+
 def _kept(run: Resolved) -> float:
     """Bytes that experts keep, of the one layer that has some."""
     return activations.kept(run, 1)["experts"]

@@ -274,3 +274,29 @@ def test_pairs_of_a_pipeline_are_counted() -> None:
         pairs = sum(each.overlapped for each in order[rank])
         assert _paired(planned, rank) == pytest.approx(pairs / 32)
     assert _paired(run(f"{PAIRED} parallel.ep=2", 2), 0) == 0
+
+
+IMAGES = "model.size=8b train.seq_len=4096 train.micro_batch=1 train.global_batch=16"
+
+
+@pytest.mark.parametrize("encoder_tp", [0, 1, 2])
+def test_an_encoder_takes_the_time_of_its_flops(encoder_tp: int) -> None:
+    """Next to the same decoder without it, at a fifth of the peak or more."""
+    h200 = hardware("h200")
+    layout = "parallel.tp=2" if encoder_tp else ""
+    text = run(f"model.name=qwen3 {IMAGES} {layout}", 8)
+    layout += f" parallel.encoder_tp={encoder_tp}" if encoder_tp else ""
+    images = run(f"model.name=llava {IMAGES} {layout}", 8)
+    both, decoder = (predict(each, h200) for each in (images, text))
+    more = (images.flops()["causal"] - text.flops()["causal"]) * images.tokens_per_step / 8
+    added = both.parts["compute"] - decoder.parts["compute"]
+    assert 1 < added / (more / h200.peak) < 5
+    if encoder_tp:
+        assert both.parts["tp"] > decoder.parts["tp"]
+
+
+def test_stages_are_balanced_with_the_encoder() -> None:
+    """729 tokens of an image: its encoder takes as long as several layers of the decoder."""
+    stages = run(f"model.name=llava {IMAGES} parallel.pp=4 parallel.zero=1", 8).stages
+    first, second, *_ = (len(stage.layers) for stage in stages)
+    assert first < second

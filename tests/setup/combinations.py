@@ -76,7 +76,7 @@ FEATURES = [
     Feature("etp", _parallel(etp=2), {**MIXTURE, **_parallel(dp_shard=4)}),
     *(
         Feature(f"ep {name}", _parallel(dispatcher=name), EXPERTS)
-        for name in ("symmetric_memory", "bounded_all_to_all", "deepep")
+        for name in ("symmetric_memory", "bounded_all_to_all", "hierarchical", "deepep")
     ),
     *(Feature(f"zero {stage}", _parallel(zero=stage), SHARDS) for stage in (1, 2)),
     Feature("reduce_dtype bfloat16", _parallel(reduce_dtype="bfloat16"), SHARDS),

@@ -95,12 +95,15 @@ def test_results_are_the_same_bit_by_bit(case: Case) -> None:
     assert all(map(all, run_ranks(case.world, both, replace(case, steps=2))))
 
 
+INNER = {"hierarchical": 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["all_to_all", "bounded_all_to_all", "symmetric_memory"])
+@pytest.mark.parametrize("name", ["all_to_all", "bounded_all_to_all", "symmetric_memory", *INNER])
 def test_results_are_the_same_on_gpus(name: Any, compiled: bool) -> None:
     """From the second step on, whose micro-batches run in two streams."""
-    parallel = TOGETHER.model_copy(update={"dispatcher": name})
+    parallel = TOGETHER.model_copy(update={"dispatcher": name, "ep_inner": INNER.get(name, 0)})
     options = Compile(enable=compiled)
     case = replace(PLAIN, parallel=parallel, compile=options, steps=4, sequences=12)
     assert all(map(all, run_on_gpus(2, both, case)))
