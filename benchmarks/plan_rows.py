@@ -140,9 +140,9 @@ PUBLISHED = [
 def predicted(
     config: str, words: Sequence[str], world: int, row: Hardware
 ) -> tuple[float, Prediction]:
-    """GiB that the fullest rank reserves, and the step, of a config with overrides."""
+    """GiB that the fullest rank's allocator reserves, and the step, of a config with overrides."""
     run = Resolved.of(RunConfig.load(CONFIGS / f"{config}.toml", words), world)
-    return worst(memory(run)).reserved / 2**30, predict(run, row)
+    return worst(memory(run)).by_allocator / 2**30, predict(run, row)
 
 
 def show_measured(rows: list[tuple[tuple[str, str], int, str, float, float]]) -> None:

@@ -519,12 +519,17 @@ class Backend:
     """Key in `dtron.kernels.attention.KERNELS`; context parallelism calls this kernel block by
     block. Empty: the backend has no kernel that returns the log-sum-exp."""
 
+    @property
+    def counts_documents(self) -> bool:
+        """Whether the mask's shape depends on the number of documents of a micro-batch."""
+        return self.prepare is _segments
+
     def described(self, documents: Tensor | Tables | None) -> Tensor | Tables | None:
         """Convert documents on the host to the form that `prepare` takes; return tables unchanged.
 
         Conversion on the device would synchronise the host with the device.
         """
-        if self.prepare is _segments and isinstance(documents, Tensor):
+        if self.counts_documents and isinstance(documents, Tensor):
             return {"segments": (document_segments(documents),)}
         return documents
 

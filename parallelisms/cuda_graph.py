@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dtron.config.schema import GRAPH_WARM_UP
 from dtron.errors import TrainingError
 
 log = logging.getLogger("dtron")
-WARM_UP = 2
+WARM_UP = GRAPH_WARM_UP
 """Calls without a graph before one is recorded: in the first, blocks are compiled and FSDP's and
 NCCL's buffers are made; the second is the first with all of them."""
 
@@ -32,10 +33,6 @@ class Input(Protocol):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Any:
         """Apply a function to all tensors, in a fixed order."""
-        ...
-
-    def tables_on_host(self) -> list[Tensor]:
-        """Return tensors whose values the host reads while it launches kernels."""
         ...
 
 
@@ -64,7 +61,7 @@ class _Recorded:
     """The recorded tensors of all micro-batches."""
     step: Tensor
     """The recorded number of the step."""
-    signature: list[Any]
+    signature: list[tuple[torch.Size, torch.dtype]]
     gradients: list[Tensor | None]
     results: tuple[Tensor, ...]
 
@@ -100,7 +97,7 @@ class GradientGraph:
         if self._recorded is None:
             self._recorded = self._record(compute, batches)
         recorded, given = self._recorded, _tensors(batches)
-        if _signature(batches, given) != recorded.signature:
+        if _signature(given) != recorded.signature:
             self._warn()
             return compute(batches, step)
         for target, source in zip(recorded.inputs, given, strict=True):
@@ -131,13 +128,13 @@ class GradientGraph:
             p.grad = None
         log.info("the gradients of a step are one CUDA graph from now on")
         inputs = _tensors(held)
-        return _Recorded(replay, inputs, number, _signature(held, inputs), gradients, results)
+        return _Recorded(replay, inputs, number, _signature(inputs), gradients, results)
 
     def _warn(self) -> None:
         if not self._warned:
             log.warning(
-                "a step's micro-batches have other shapes or tables than the recorded ones; such "
-                "steps are computed without the CUDA graph"
+                "a step's micro-batches have other shapes than the recorded ones; such steps are "
+                "computed without the CUDA graph"
             )
         self._warned = True
 
@@ -154,11 +151,6 @@ def _tensors(batches: Sequence[Input]) -> list[Tensor]:
     return found
 
 
-def _signature(batches: Sequence[Input], tensors: Sequence[Tensor]) -> list[Any]:
-    """Return what a replay cannot change: shapes, and values on the host.
-
-    Args:
-        tensors: result of `_tensors`.
-    """
-    on_host = [[x.tolist() for x in batch.tables_on_host()] for batch in batches]
-    return [[(x.shape, x.dtype) for x in tensors], on_host]
+def _signature(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return what a replay cannot change."""
+    return [(x.shape, x.dtype) for x in tensors]

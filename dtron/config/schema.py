@@ -20,6 +20,8 @@ MAX_SEQUENCES = 2**26
 MAX_TOKENS = 2**26
 """Maximum number of tokens per sequence."""
 MAX_SECONDS = 30 * 86400
+GRAPH_WARM_UP = 2
+"""Steps of a start that run before one is recorded as a CUDA graph (`compile.cuda_graphs`)."""
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
@@ -488,8 +490,9 @@ class Recompute(Section):
 
 
 class Compile(Section):
-    """torch.compile, block by block."""
+    """torch.compile, block by block, and CUDA graphs."""
 
+    automatic = frozenset(("cuda_graphs",))
     enable: bool = False
     """Compile every block and the loss."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
@@ -498,7 +501,9 @@ class Compile(Section):
     """`step`: record the forwards and backwards of a step's micro-batches, with their collectives,
     as one CUDA graph in the third step, and replay it in each later one. The host then launches one
     graph instead of thousands of kernels, which pays where it is slower than the GPU: in small
-    models and small micro-batches. The graph keeps the memory of activations and gradients."""
+    models and small micro-batches. The graph keeps the memory of activations and gradients. Unset,
+    on GPUs of one host: `step` for compiled blocks where the planner predicts that the host is
+    slower, if it fits and no other setting excludes it."""
     cache_dir: LocalPath = ""
     """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
     container, and which only you can write to, since its files are executed. Empty: torch's own,

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dtron.config.rule import Rule, broken, changed, finds_none, passes
-from dtron.config.schema import MOMENTS, Degree, Float8, Parallel, Train
+from dtron.config.schema import GRAPH_WARM_UP, MOMENTS, Degree, Float8, Parallel, Train
 from dtron.errors import nearest
 from dtron.io.user_code import registered
 
@@ -173,6 +173,37 @@ def _not_overlapped(config: "RunConfig") -> Iterator[str]:
     for setting, (applies, reason) in reasons.items():
         if applies:
             yield f"{key} {setting}: {reason}; leave one of them out"
+
+
+def _outside_graphs(config: "RunConfig") -> Iterator[str]:
+    """Yield an error for each setting with which a step cannot be a CUDA graph."""
+    metrics, not_called = config.metrics, "a CUDA graph repeats kernels without calling modules"
+    reasons = {
+        f"parallel.cp = {config.parallel.cp} and data.mask_documents = true": (
+            config.parallel.cp > 1 and config.data.mask_documents,
+            "tables of documents have other sizes in each micro-batch, and a CUDA graph has fixed "
+            "ones",
+        ),
+        "recompute.offload = true": (
+            config.recompute.offload,
+            "the host takes and returns memory of its pool in each step, which a CUDA graph does "
+            "not repeat",
+        ),
+        "float8.report_interval": (
+            config.float8.report_interval > 0,
+            "a step with a report runs without compiled blocks, but a CUDA graph repeats one "
+            "recorded step",
+        ),
+        "metrics.nvtx = true": (metrics.nvtx, not_called),
+        "metrics.memory_snapshot": (metrics.memory_snapshot > GRAPH_WARM_UP, not_called),
+        "faults.stragglers_interval": (
+            config.faults.stragglers_interval > 0,
+            "NCCL does not record the times of collectives in a CUDA graph",
+        ),
+    }
+    for setting, (applies, reason) in reasons.items():
+        if applies:
+            yield f'compile.cuda_graphs = "step" with {setting}: {reason}; leave one of them out'
 
 
 def _known_steps(config: "RunConfig") -> float:
@@ -446,16 +477,15 @@ SETTINGS: tuple[Rule["RunConfig"], ...] = (
         "matmuls are frozen and have no gradient; leave it out",
     ),
     Rule(
-        "compile.cuda_graphs float8.report_interval",
-        lambda c: c.compile.cuda_graphs == "off" or not c.float8.report_interval,
-        'compile.cuda_graphs = "step" with float8.report_interval: a step with a report runs '
-        "without compiled blocks, but a CUDA graph repeats one recorded step; leave one out",
+        "compile.cuda_graphs",
+        lambda c: _known_steps(c) > GRAPH_WARM_UP,
+        needs=f"train.steps > {GRAPH_WARM_UP}: that many steps of a start run without the graph",
     ),
     Rule(
-        "compile.cuda_graphs recompute.offload",
-        lambda c: c.compile.cuda_graphs == "off" or not c.recompute.offload,
-        'compile.cuda_graphs = "step" with recompute.offload = true: the host takes and returns '
-        "memory of its pool in each step, which a CUDA graph does not repeat; leave one out",
+        "compile.cuda_graphs parallel.cp data.mask_documents recompute.offload "
+        "float8.report_interval metrics.nvtx metrics.memory_snapshot faults.stragglers_interval",
+        lambda c: c.compile.cuda_graphs == "off" or not any(_outside_graphs(c)),
+        lambda c: "\n".join(_outside_graphs(c)),
     ),
     Rule(
         "parallel.async_tp parallel.sequence_parallel",

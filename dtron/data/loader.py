@@ -85,11 +85,6 @@ class Batch:
             changed["documents"] = map_tables(self.documents, change)
         return replace(self, **changed)
 
-    def tables_on_host(self) -> list[Tensor]:
-        """Return the tables of context-parallel attention that stay on the host."""
-        tables = self.documents if isinstance(self.documents, Mapping) else {}
-        return [x for key, row in tables.items() if key.endswith(ON_HOST) for x in row]
-
     def with_images(self, size: int) -> "Batch":
         """Return the batch with images: with a blank one, which no token uses, if it has none.
 

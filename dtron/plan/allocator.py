@@ -1,9 +1,9 @@
 """Model of torch's caching allocator: the device memory it reserves for the tensors of one stream.
 
 The allocator requests segments from the device, splits them into blocks for tensors, and merges
-freed blocks. It never returns memory: if no free block is large enough for a tensor, it requests a
-new segment, however much memory is free in smaller blocks. `Pool` has the default rules of
-c10/cuda/CUDACachingAllocator.cpp. Block sizes are multiples of 512 bytes. Blocks up to 1 MiB are
+freed blocks. It returns no memory in a step: if no free block is large enough for a tensor, it
+requests a new segment, however much memory is free in smaller blocks. `Pool` has the default rules
+of c10/cuda/CUDACachingAllocator.cpp. Block sizes are multiples of 512 bytes. Blocks up to 1 MiB are
 split from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB; larger blocks get a
 segment of their size, rounded up to 2 MiB. A tensor gets the smallest free block that is large
 enough; the rest of the block is split off.
@@ -13,7 +13,9 @@ one for larger blocks. They grow at their ends (`Expandable`).
 """
 
 import bisect
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _MIB = 2**20
@@ -92,6 +94,12 @@ class Pool:
         else:
             same.append(block)
 
+    @property
+    def unused(self) -> int:
+        """Bytes of segments without a tensor, which `torch.cuda.empty_cache` returns."""
+        each = (block for free in (self._large, self._small) for block in free)
+        return sum(block.nbytes for block in each if block.before is block.after is None)
+
 
 class _FreeBlocks:
     """Free blocks by size; blocks of one size in the order in which they were freed."""
@@ -109,6 +117,9 @@ class _FreeBlocks:
             bisect.insort(self._sizes, block.nbytes)
         else:
             same.append(block)
+
+    def __iter__(self) -> Iterator[Block]:
+        return itertools.chain.from_iterable(self.blocks.values())
 
     def larger(self, size: int) -> int | None:
         """Return the size of the smallest free block with at least `size` bytes; None: no block."""
@@ -167,6 +178,11 @@ class Expandable:
     def reserved(self) -> int:
         return self._small.end + self._large.end
 
+    @property
+    def unused(self) -> int:
+        """Bytes of pages without a tensor, which `torch.cuda.empty_cache` returns."""
+        return self._small.unused + self._large.unused
+
     def take(self, nbytes: int, kind: str = "") -> Block:
         """Allocate the memory of a tensor."""
         size = -(-nbytes // _UNIT) * _UNIT or _UNIT
@@ -196,6 +212,12 @@ class _GrowingSegment:
     """Bytes of free blocks, by the offset of their first byte."""
     begins: dict[int, int] = field(default_factory=dict)
     """Offset of free blocks, by the offset of their end."""
+
+    @property
+    def unused(self) -> int:
+        """Bytes of pages without a block."""
+        whole = ((at + n) // self.page - -(-at // self.page) for n, at in self.free)
+        return self.page * sum(max(0, pages) for pages in whole)
 
     def take(self, size: int) -> int:
         """Allocate a block; return its offset."""

@@ -13,7 +13,7 @@ from dtron.errors import ConfigError
 from dtron.models import model_spec
 from dtron.models.contract import counted_as_decoder
 from dtron.parallelisms.host_memory import host_memory
-from dtron.plan.hardware import Hardware, of_device
+from dtron.plan.hardware import HOST, Hardware, of_device
 from dtron.plan.memory import memory, offloaded_by_host, worst
 from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
@@ -87,8 +87,10 @@ def _predictions(
     """Return two functions of a config; inf: unknown.
 
     The first, cached, gives the used fraction of the available memory: of the fullest GPU, or of
-    the host if that is more. The second gives the seconds of a step.
+    the host if that is more. The second gives the seconds of a step; a host that was not measured
+    counts as slow as that of HOST.
     """
+    priced = replace(row, calls=row.calls or HOST)
     shares: dict[str, float] = {}
 
     def used(config: RunConfig) -> float:
@@ -97,25 +99,33 @@ def _predictions(
             shares[key] = _share(config, world_size, row)
         return shares[key]
 
-    return used, lambda config: _seconds(config, world_size, row)
+    return used, lambda config: _seconds(config, world_size, priced)
 
 
 def _share(config: RunConfig, world_size: int, row: Hardware) -> float:
+    def share(run: Resolved) -> float:
+        on_host = offloaded_by_host(run, row) / (row.host_memory * 19 / 20)
+        return max(worst(memory(run)).reserved / row.room, on_host)
+
+    return _predicted(config, world_size, share)
+
+
+def _seconds(config: RunConfig, world_size: int, row: Hardware) -> float:
+    return _predicted(config, world_size, lambda run: predict(run, row).step)
+
+
+def _predicted(config: RunConfig, world_size: int, value: Callable[[Resolved], float]) -> float:
+    """Return a predicted value of a run; inf: the planner cannot predict it.
+
+    It cannot if the run is not legal, its precision has no rates, or its family a custom module.
+    """
     try:
         run = Resolved.of(config, world_size)
         if any(counted_as_decoder(config.model.name, model_spec(config.model.name))):
             return float("inf")
-        on_host = offloaded_by_host(run, row) / (row.host_memory * 19 / 20)
-        return max(worst(memory(run)).reserved / row.room, on_host)
+        return value(run)
     except ConfigError:
         return float("inf")
     except Exception:  # a run can start without a prediction
-        log.exception("the planner failed; settings that depend on memory keep their defaults")
-        return float("inf")
-
-
-def _seconds(config: RunConfig, world_size: int, row: Hardware) -> float:
-    try:
-        return predict(Resolved.of(config, world_size), row).step
-    except ConfigError:  # the precision has no rates
+        log.exception("the planner failed; settings that depend on predictions keep their defaults")
         return float("inf")

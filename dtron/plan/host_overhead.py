@@ -3,7 +3,8 @@
 A GPU computes what the host has queued, and idles if the host is slower. The host's time is counted
 in calls. A call of a kind costs the same time for any size of its tensors:
 
-    graph       a call of a compiled graph: in the forward, recomputation or backward
+    graph       a call of a compiled graph: in the forward, recomputation or backward; or a launch
+                of the step's CUDA graph
     parameter   a DTensor parameter of such a call: torch's runtime unwraps it and wraps its
                 gradient
     kernel      a kernel launched by a graph
@@ -58,7 +59,17 @@ def host_seconds(run: Resolved, rank: int, prices: Mapping[str, float]) -> float
 
 
 def calls(run: Resolved, rank: int) -> dict[str, float]:
-    """Count the calls of each kind in a pipeline rank's step."""
+    """Count the calls of each kind in a pipeline rank's step.
+
+    A CUDA graph is one call, after which the optimizer follows.
+    """
+    found = _launched(run, rank)
+    if run.config.compile.cuda_graphs == "off":
+        return found
+    return dict.fromkeys(CALLS, 0.0) | {"graph": 1.0, "update": found["update"]}
+
+
+def _launched(run: Resolved, rank: int) -> dict[str, float]:
     m = run.micro_batches
     reduces = run.times_reduced
     found: dict[str, float] = dict.fromkeys(CALLS, 0.0)

@@ -12,12 +12,12 @@
     logits       logits and their gradient, on the rank with the head
     buffers      context parallelism's keys and values, and symmetric memory
 
-`peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds; it must
-fit the device. Both come from a replay of a step's allocations (`dtron.plan.replay`). The
-allocator does not share memory between streams: FSDP makes gradient shards on its reduction stream,
-where they cannot reuse the memory of freed activations. Gradients that are not reduced are on the
-computation stream. The CUDA context, NCCL and libraries are outside the allocator
-(`Hardware.outside`).
+`peak` is the maximum of allocated bytes. `reserved` is what the caching allocator holds, and
+symmetric memory, which is outside of it; both must fit the device. The allocator's comes from a
+replay of a step's allocations (`dtron.plan.replay`), as `peak`. The allocator does not share memory
+between streams: FSDP makes gradient shards on its reduction stream, where they cannot reuse the
+memory of freed activations. Gradients that are not reduced are on the computation stream. The CUDA
+context, NCCL and libraries are outside the allocator (`Hardware.outside`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +55,14 @@ class RankMemory:
     reserved: float
     gradients: float
     """Bytes of the reduced gradients."""
+    symmetric: float
+    """Bytes of symmetric memory. `reserved` has them, but what torch's allocator reserves, which a
+    run reports, has not."""
+
+    @property
+    def by_allocator(self) -> float:
+        """Bytes that a run reports: `torch.cuda.max_memory_reserved`."""
+        return self.reserved - self.symmetric
 
     @property
     def peak(self) -> float:
@@ -166,10 +174,11 @@ def _of_rank(run: Resolved, rank: int) -> RankMemory:
     state = sum(classes[name] for name in ("parameters", "optimizer", "gathered"))
     state += max(4.0 * trained, summed)
     classes["gradients"] += _foreign(run, rank)
-    classes["buffers"] = _context(run) + _peers(run, rank)
+    symmetric = _peers(run, rank)
+    classes["buffers"] = _context(run) + symmetric
     reserved = replay.reserved(run, rank) + _on_other_streams(run, rank)
     flying = in_flight(run, rank)
-    return RankMemory(rank, elements, classes, flying, state, reserved, 4.0 * trained)
+    return RankMemory(rank, elements, classes, flying, state, reserved, 4.0 * trained, symmetric)
 
 
 def _foreign(run: Resolved, rank: int) -> float:
@@ -268,22 +277,26 @@ def _peers(run: Resolved, rank: int) -> float:
 def _mailbox(run: Resolved) -> float:
     """Bytes of the symmetric memory from which ranks pull token copies.
 
-    It has two buffers, each for the results of a rank's experts, which are never float8.
+    It has two buffers, each for the results of a rank's experts, which are never float8; with two
+    micro-batches at once, four.
     """
     if not pulls_rows(run):
         return 0.0
     rows = expert_room(run) * expert_rows(run) / run.experts["etp"]
-    return 2 * rows * run.model.dim * run.element
+    lanes = 1 + run.config.parallel.overlap_micro_batches
+    return 2 * lanes * rows * run.model.dim * run.element
 
 
 def _on_other_streams(run: Resolved, rank: int) -> float:
     """Bytes outside the computation stream.
 
     These are buffers, float32 shards of reduced gradients, and other tp ranks' rows of an
-    embedding's gradient.
+    embedding's gradient. Validations cannot use the buffers of a CUDA graph.
     """
     shards = sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
-    return _foreign(run, rank) + _all_buffers(run, rank) + 4.0 * shards
+    again = run.config.compile.cuda_graphs == "step" and run.config.train.eval_sequences
+    buffers = _all_buffers(run, rank) + (_buffers(run, rank) if again else 0.0)
+    return _foreign(run, rank) + buffers + 4.0 * shards
 
 
 def in_flight(run: Resolved, rank: int) -> dict[int, int]:

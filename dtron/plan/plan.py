@@ -89,6 +89,7 @@ def memory_json(run: Resolved, ranks: tuple[RankMemory, ...], hardware: Hardware
         "worst_rank": most.rank,
         "peak": most.peak,
         "reserved": most.reserved,
+        "symmetric": most.symmetric,
         "expandable": expandable(run, most.rank),
         "limit": limit,
         "host": offloaded_by_host(run, hardware),

@@ -23,6 +23,8 @@
                of the second step do not find these blocks, and more memory is reserved. Moments
                in host memory are on the device a few buckets at a time
 
+    graph      with a CUDA graph the third step is in a separate pool (`reserved`)
+
 Three steps are enough: later steps reserve no more. All-gathers and gradient sums are on other
 streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
 torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
@@ -32,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dtron.config.schema import GRAPH_WARM_UP
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.parallelisms.offload import SMALLEST
 from dtron.parallelisms.pipeline.executor import Layout
@@ -153,16 +156,28 @@ class _SavedByCall:
 
 
 def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> int:
-    """Return the bytes that the allocator `pool` reserves for a rank's computation stream."""
-    replay = _Replay(run, rank, pool())
+    """Return the bytes that the allocator `pool` reserves for a rank's computation stream.
+
+    A CUDA graph is recorded in a separate pool, after free memory is returned; validation then
+    needs memory outside of it. Two micro-batches at once have a pool each.
+    """
+    graphs, usual = run.config.compile.cuda_graphs == "step", pool()
+    replay = _Replay(run, rank, usual)
     replay.take_weights()
-    for step in range(STEPS):
+    for step in range(GRAPH_WARM_UP if graphs else STEPS):
         replay.step()
         if step == 0:
             replay.take_moments()
         replay.update_offloaded()
         replay.drop_gradients()
-    return replay.pool.reserved
+    if not graphs:
+        return usual.reserved + _second_lane(replay, pool)
+    found = usual.reserved - usual.unused
+    for part in (replay.step, replay.evaluate):
+        replay.pool = pool()
+        part()
+        found += replay.pool.reserved
+    return found
 
 
 def least(run: Resolved, rank: int) -> int:
@@ -171,8 +186,9 @@ def least(run: Resolved, rank: int) -> int:
     It ignores fragmentation and is about twenty times as fast as `reserved`.
     """
     pool = HolelessPool()
-    _replay_joined(_Replay(run, rank, pool))
-    return pool.reserved
+    replay = _Replay(run, rank, pool)
+    _replay_joined(replay)
+    return pool.reserved + _second_lane(replay, HolelessPool)
 
 
 def at_peak(run: Resolved, rank: int) -> dict[str, int]:
@@ -183,6 +199,21 @@ def at_peak(run: Resolved, rank: int) -> dict[str, int]:
     pool = PeakPool()
     _replay_joined(_Replay(run, rank, pool, for_peak=True))
     return {name: pool.at_peak.get(name, 0) for name in CLASSES}
+
+
+def _second_lane(replay: "_Replay", pool: type[Pool | Expandable | HolelessPool]) -> int:
+    """Return the bytes that the second of two micro-batches at once reserves in its pool.
+
+    0 without `parallel.overlap_micro_batches`. Weights are gathered and sums exist by then.
+    """
+    found = 0
+    for stage in replay.stages if replay.run.config.parallel.overlap_micro_batches else ():
+        for micro_batch in range(2):
+            replay.pool = pool()
+            replay._forward(stage, micro_batch)
+            replay._backward(stage, micro_batch, last=False)
+        found = max(found, replay.pool.reserved)
+    return found
 
 
 def _replay_joined(replay: "_Replay") -> None:
@@ -259,6 +290,19 @@ class _Replay:
                 self._reduce_stage(stage, last=not due[stage])
         self._free([self.pending] if self.pending else [])
         self.pending = None
+
+    def evaluate(self) -> None:
+        """Replay the forward of a validation, which keeps nothing for a backward."""
+        if not self.run.config.train.eval_sequences:
+            return
+        for stage, listed in self.stages.items():
+            for unit in listed:
+                self._gather(unit)
+                self._free(self._take([*unit.passing, self.hidden, self.hidden], "working"))
+                for group in () if self.keep else unit.groups:
+                    self._reshard(group)
+            if self.run.stages[stage].head:
+                self._free(self._take(self.logits[:1], "logits"))
 
     def drop_gradients(self) -> None:
         """Free gradients that were not reduced, after an update."""

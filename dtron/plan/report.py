@@ -92,8 +92,9 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"{parameters(memory)}, "
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP per token (full), "
         f"{number(plan['flops']['causal_per_token'] / 1e9)} (causal)",
-        f"memory: pipeline rank {memory['worst_rank']} reserves {_size(memory['reserved'])} of "
-        f"{_size(memory['limit'])} on {plan['hardware']}: {verdict}; with "
+        f"memory: pipeline rank {memory['worst_rank']} reserves {_size(memory['reserved'])}"
+        f"{_shared(memory['symmetric'])} of {_size(memory['limit'])} on {plan['hardware']}: "
+        f"{verdict}; with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
         *([_host(memory)] if memory["host"] else []),
         *(f"warning: {what}" for what in plan["warnings"]),
@@ -102,6 +103,10 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _shared(symmetric: float) -> str:
+    return f" ({_size(symmetric)} of it symmetric memory)" if symmetric else ""
 
 
 def parameters(memory: dict[str, Any]) -> str:

@@ -384,6 +384,8 @@ class Resolved(Candidate):
         found |= {axis: self.experts[axis] for axis in ("ep", "etp", "edp_shard")}
         found |= {"zero": parallel.zero, "sequence_parallel": self.between > 1}
         found |= {"micro_batch": self.config.train.micro_batch, "micro_batches": self.micro_batches}
+        if parallel.overlap_micro_batches:
+            found["overlap_micro_batches"] = True
         if self.layout is not None:
             found["schedule"] = parallel.schedule
             found["stages_per_rank"] = len(self.stages) // self.degrees["pp"]

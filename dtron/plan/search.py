@@ -2,6 +2,7 @@
 
     tp x pp x cp x dp_replicate (dp_shard takes the rest); ep x etp; schedule x stages per rank;
     micro-batch size; recompute mode; float8 with --float8
+    with experts on other ranks, micro-batches that overlap, in a pipeline by DualPipeV
 
 Degrees are powers of two. tp and cp are at most 8, cp > 1 only from 8,192 tokens on, ep at least 8
 if there are enough ranks. Layouts with an average rank that cannot fit are dropped first. The
@@ -36,7 +37,16 @@ from dtron.plan.saved_tensors import block
 from dtron.plan.steptime import Prediction, busy_seconds, predict, why_no_time
 from dtron.plan.workers import most_processes, pool
 
-SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
+SCHEDULES = (
+    ("1F1B", 1, False),
+    ("Interleaved1F1B", 2, False),
+    ("Interleaved1F1B", 4, False),
+    ("ZBVZeroBubble", 2, False),
+    ("DualPipeV", 2, True),
+)
+"""(schedule, stages per rank, whether micro-batches overlap)."""
+MARGIN = 0.02
+"""Fraction by which overlapped micro-batches must be faster: over NVLink they gained 1%."""
 MODES = ("none", "selective", "attention", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_TP = (1, 2, 4, 8)
@@ -68,6 +78,12 @@ class FoundLayout:
     run: Resolved
     memory: RankMemory
     time: Prediction
+
+    @property
+    def rated(self) -> float:
+        """The speed by which the layout is ranked."""
+        overlaps = self.run.config.parallel.overlap_micro_batches
+        return _rated(self.time.tokens_per_second_per_gpu, overlaps)
 
     @property
     def limited(self) -> str:
@@ -135,7 +151,7 @@ def search(
                 last = time.monotonic()
                 waiting = f"{len(space.queue):,} queued"
                 tell(f"{len(best)} of the best {most} found; {space.progress()}, {waiting}")
-    best.sort(key=lambda found: -found.time.tokens_per_second_per_gpu)  # a bound may be too low
+    best.sort(key=lambda found: -found.rated)  # a bound may be too low
     counts = space.counts
     for entry in space.queue:
         counts["pruned" if entry.timed is None else "predicted"] += 1
@@ -164,11 +180,15 @@ def _label(choice: dict[str, Any]) -> str:
     words += [f"micro-batch {choice['micro']}", f"recompute {choice['mode']}"]
     if choice["zero"] == 3:
         words.append("zero 3")
-    if choice["offload"]:
-        words.append("offload")
+    words += [key for key in ("offload", "overlap") if choice[key]]
     if choice["recipe"]:
         words.append(f"float8 {choice['recipe']}")
     return ", ".join(words)
+
+
+def _rated(speed: float, overlaps: bool) -> float:
+    """Return the speed by which a layout is ranked."""
+    return speed * (1 - MARGIN if overlaps else 1)
 
 
 @dataclass(frozen=True)
@@ -221,7 +241,7 @@ class _QueueEntry:
     """Entry of the queue, sorted fastest first."""
 
     slowness: float
-    """Negative speed; until it is predicted, the negative upper bound from `_bound`."""
+    """Negative `_rated` speed; until it is predicted, of the upper bound from `_bound`."""
     number: int
     choice: dict[str, Any] = field(compare=False)
     timed: _TimedLayout | None = field(compare=False, default=None)
@@ -255,7 +275,8 @@ class _SearchQueue:
         if _least_bytes(self.config, self.model, choice, self.weights, self.world) > limit:
             return self._refuse(choice)
         bound = _bound(self.config, self.model, choice, self.world, self.hardware, self.done)
-        heapq.heappush(self.queue, _QueueEntry(-bound, self.counts["enumerated"], choice))
+        slowness = -_rated(bound, choice["overlap"])
+        heapq.heappush(self.queue, _QueueEntry(slowness, self.counts["enumerated"], choice))
 
     def pop(self) -> FoundLayout | None:
         """Pop the first entry; return the layout if it has a time and fits, else None.
@@ -268,7 +289,8 @@ class _SearchQueue:
         if entry.timed is None:
             timed = self.begun.pop(entry.number).result()
             if isinstance(timed, _TimedLayout):
-                again = _QueueEntry(-timed.speed, entry.number, entry.choice, timed)
+                slowness = -_rated(timed.speed, entry.choice["overlap"])
+                again = _QueueEntry(slowness, entry.number, entry.choice, timed)
                 heapq.heappush(self.queue, again)
             elif timed == "too large":
                 self._refuse(entry.choice)
@@ -314,6 +336,8 @@ class _SearchQueue:
         """Drop a choice that is too large; queue it with what takes less memory: weights gathered
         for each micro-batch, and activations offloaded."""
         self.counts["too large"] += 1
+        if choice["overlap"]:  # legal with neither
+            return
         first = choice["offload"] == self.config.recompute.offload
         shards = self.world // (choice["tp"] * choice["dp_replicate"])
         if first and choice["zero"] == 1 and choice["pp"] == 1 and shards > 1:
@@ -337,20 +361,23 @@ def _choices(
             continue
         for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0, model.n_layers + 2):
             shards = world // (tp * cp * pp)
-            for (ep, etp), replicas, (schedule, v), mode, micro, recipe in itertools.product(
+            for (ep, etp), replicas, way, mode, micro, recipe in itertools.product(
                 _expert_degrees(model, shards * cp * tp),
                 _replicas(shards),
-                SCHEDULES if pp > 1 else (("1F1B", 0),),
+                SCHEDULES if pp > 1 else (("1F1B", 0, False), ("1F1B", 0, True)),
                 MODES,
                 MICRO_BATCHES,
                 ("", RECIPE) if float8 and not own else (own,),
             ):
+                schedule, v, overlap = way
                 if shards // replicas * cp * tp % (ep * etp):
                     continue
                 if batch % (shards * micro) or pp * v > model.n_layers + 2:
                     continue
                 if pp > 1 and batch // (shards * micro) < pp:
                     continue  # ranks would wait for most of the step
+                if overlap and (ep * etp == 1 or batch == shards * micro):
+                    continue
                 yield {
                     "tp": tp,
                     "cp": cp,
@@ -359,6 +386,7 @@ def _choices(
                     "etp": etp,
                     "dp_replicate": replicas,
                     "schedule": schedule,
+                    "overlap": overlap,
                     "stages_per_rank": v if pp > 1 else 0,
                     "mode": mode,
                     "offload": config.recompute.offload,
@@ -403,6 +431,7 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     are reset. Unset keys stay unset, for `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
+    parallel |= {"overlap_micro_batches": choice["overlap"]}
     parallel |= {"dp_shard": -1, "pp_layout": "", "defer_head": 0, "high_priority": []}
     if choice["zero"]:
         parallel["zero"] = choice["zero"]
@@ -426,7 +455,9 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
     )
 
 
-_BUSY = ("tp", "cp", "ep", "etp", "mode", "offload", "recipe", "micro")
+_NO_BUBBLE = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules of which `_bound` counts no bubble."""
+_BUSY = ("tp", "cp", "ep", "etp", "mode", "offload", "overlap", "recipe", "micro")
 """Keys that a micro-batch's time depends on."""
 
 
@@ -455,7 +486,7 @@ def _bound(
         run = Resolved(whole.changed(train={"global_batch": each}), ranks, model, None, None)
         done[key] = busy_seconds(run, hardware)
     v = max(1, choice["stages_per_rank"])
-    bubble = 0.0 if choice["schedule"] == "ZBVZeroBubble" else (p - 1) / (v * m)
+    bubble = 0.0 if choice["schedule"] in _NO_BUBBLE else (p - 1) / (v * m)
     step = done[key] * m / p * (1 + bubble)
     return config.train.global_batch * config.train.seq_len / step / world
 

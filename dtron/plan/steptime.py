@@ -1,7 +1,8 @@
 """Predicted time of a step and its parts: computation, communication, bubble, update.
 
     compute    matmuls, attention and elementwise kernels of the slowest pipeline rank
-    tp, cp, ep exposed collectives; async TP and ring attention hide a fraction of theirs (HIDDEN)
+    tp, cp, ep exposed collectives; async TP and ring attention hide a fraction of theirs (HIDDEN),
+               overlapped micro-batches one of dispatch and combine (PAIRED_HIDDEN)
     offload    waits for copies of activations over the host link
     fsdp       exposed all-gathers and reduce-scatters, and the slowdown of computation that they
                overlap, by measured rates; the first gather and the last reduction overlap nothing
@@ -61,17 +62,23 @@ became 29 ms shorter. For collectives that run in kernels, `Hardware.overlap` is
 HIDDEN = {"async_tp": 0.6, "ring": 0.6}
 """Fraction of a collective's time that computation hides. The fraction of async TP is that of dense
 models."""
+PAIRED_HIDDEN, PAIRED_SLOWER = 0.48, 0.036
+"""With `parallel.overlap_micro_batches`, of a forward and a backward that run together: fraction of
+dispatch and combine that computation hides, and fraction by which the computation takes longer.
+Fitted to the two rows of "Overlapped micro-batches" (benchmarks/RESULTS.md): 1.011 times as fast
+over NVLink, 1.210 times through the host's memory."""
 TENSOR_COPIES = 3.0
 """Bytes that copies move around a tp collective, as a multiple of its size: chunks gathered along
 the sequence are concatenated, and tensors are split before a reduction."""
 ADAMW = {"float32": 28, "bfloat16": 20}
-ADAMW_RATE = 0.8
-"""ADAMW: bytes per element that the update moves, by dtype of the moments. ADAMW_RATE: rate of the
-update, as a fraction of a copy's rate."""
+UPDATE_RATE = 0.93
+"""ADAMW: bytes per element that the update moves, by dtype of the moments. UPDATE_RATE: rate of
+norm and update, as a fraction of a copy's rate; fitted to six profiled steps on H200s
+(benchmarks/PLANNING.md)."""
 MUON, LION = {"float32": 30, "bfloat16": 26}, {"float32": 20, "bfloat16": 16}
 """Bytes per element that their kernels move, by dtype of the moments; of Muon with the division by
 the norm before Newton-Schulz, without its matmuls."""
-ADAMW8BIT = 119
+ADAMW8BIT = 135
 """Bytes per element that would take as long as its update, which computes longer than it moves 18;
 measured on an H200 (benchmarks/RESULTS.md)."""
 
@@ -167,6 +174,7 @@ def _load(run: Resolved, rank: int, hardware: Hardware) -> _RankSeconds:
     each = together(*(stage_work(run, stage, hardware) for stage in stages))
     work = {kind: run.micro_batches * seconds.sum for kind, seconds in each.items()}
     exposed = _exposed(run, sent, hardware)
+    exposed["ep"] -= _hidden_by_pairs(exposed["ep"], sum(work.values()), _paired(run, rank))
     exposed["offload"] = _offload(run, stages, hardware)
     own = [c for c in sent if c.purpose == "fsdp"]
     return _RankSeconds(work, exposed, _sent(run, own, hardware))
@@ -202,12 +210,15 @@ def _prediction(
 def busy_seconds(run: Resolved, hardware: Hardware) -> float:
     """Return the seconds of a step with one micro-batch and one stage.
 
-    Computation, exposed collectives and waits for offload count; FSDP and update do not.
+    Computation, exposed collectives and waits for offload count; FSDP and update do not. Overlapped
+    micro-batches count as if all ran in pairs.
     """
     (stage,) = run.stages
     exposed = _exposed(run, activation_collectives(run, stage, hardware.domain), hardware)
-    offload = _offload(run, (stage,), hardware)
-    return stage_seconds(run, stage, hardware).sum + sum(exposed.values()) + offload
+    offload, work = _offload(run, (stage,), hardware), stage_seconds(run, stage, hardware).sum
+    every = 1.0 if run.config.parallel.overlap_micro_batches else 0.0
+    hidden = _hidden_by_pairs(exposed["ep"], work, every)
+    return work + sum(exposed.values()) + offload - hidden
 
 
 def _offload(run: Resolved, stages: tuple[Stage, ...], hardware: Hardware) -> float:
@@ -256,6 +267,30 @@ def _exposed(run: Resolved, sent: list[Collective], hardware: Hardware) -> dict[
         elif each.purpose == "ep":
             found["ep"] += seconds
     return found
+
+
+def _paired(run: Resolved, rank: int) -> float:
+    """Return the fraction of a pipeline rank's forwards that run together with a backward."""
+    m = run.micro_batches
+    if not run.config.parallel.overlap_micro_batches:
+        return 0.0
+    if run.layout is None:
+        return (m - 1) / m
+    # A longer step than the simulated one has more pairs, and as many forwards that run alone.
+    row = run.order[rank]
+    alone = sum(each.kind is Kind.FORWARD and not each.overlapped for each in row)
+    return 1 - alone / (m * len(run.stages_of(rank)))
+
+
+def _hidden_by_pairs(exchanged: float, work: float, paired: float) -> float:
+    """Return the seconds that pairs of a forward and a backward save; less than 0: they cost.
+
+    Args:
+        exchanged: seconds of dispatch and combine in a step.
+        work: seconds of computation in a step.
+        paired: result of `_paired`.
+    """
+    return paired * (min(PAIRED_HIDDEN * exchanged, work) - PAIRED_SLOWER * work)
 
 
 def _sent(run: Resolved, sent: Iterable[Collective], hardware: Hardware) -> dict[str, float]:
@@ -439,7 +474,7 @@ def _update_of(run: Resolved, rank: int, hardware: Hardware) -> float:
     moved += every * 12 if optim.ema else 0
     sent = muon_collectives(run, rank, hardware.domain)
     exchanged = sum(each.seconds(hardware) for each in sent)
-    own = moved / (ADAMW_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
+    own = moved / (UPDATE_RATE * hardware.copy) + exchanged + newton_schulz(run, rank, hardware)
     return max(own, _moments_copied(run, rank, hardware))
 
 

@@ -991,5 +991,17 @@ MACHINE: tuple[Rule[MachineCandidate], ...] = (
     Rule("model.override", finds_none(_without_fla)),
     Rule("parallel.dispatcher float8.dispatch", passes(check_dispatcher)),
     Rule("model.attention data.mask_documents parallel.cp_method", passes(lambda c: c.attention)),
+    Rule(
+        "compile.cuda_graphs data.mask_documents model.attention",
+        lambda c: (
+            c.config.compile.cuda_graphs == "off"
+            or not c.config.data.mask_documents
+            or not c.attention.counts_documents
+        ),
+        'compile.cuda_graphs = "step" with data.mask_documents = true and model.attention = '
+        '"{c.attention.name}": the number of documents, and with it the size of the mask, differs '
+        "between micro-batches, and a CUDA graph has fixed sizes; leave one of them out, or use "
+        'model.attention = "sdpa" or "flex" where the model allows it',
+    ),
 )
 """Rules that depend on this machine."""

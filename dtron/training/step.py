@@ -137,7 +137,7 @@ class TrainStep:
         """
         with phase("forward_backward"):
             if compute:
-                loss = compute(functools.partial(self.accumulate, batches, step))
+                loss = compute(functools.partial(self._accumulate, batches, step))
             else:
                 loss = self._accumulate(batches, step)
         with phase("optimizer"):

@@ -211,6 +211,23 @@ def test_what_cannot_run_is_refused(tmp_path: Path, override: str, message: str)
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train.steps=2", "no effect without train.steps > 2: that many steps of a start run"),
+        ("parallel.cp=2 data.mask_documents=true", "tables of documents have other sizes"),
+        ("recompute.mode=full recompute.offload=true", "memory of its pool"),
+        ("metrics.memory_snapshot=3", "without calling modules"),
+        ("faults.stragglers_interval=9", "NCCL does not record"),
+    ],
+)
+def test_what_no_cuda_graph_repeats_is_refused(tmp_path: Path, words: str, message: str) -> None:
+    run = ["train.micro_batch=2", "train.global_batch=8", *words.split()]
+    resolve(load(tmp_path, "", *run), 2)
+    with pytest.raises(ConfigError, match=message):
+        resolve(load(tmp_path, "", *run, "compile.cuda_graphs=step"), 2)
+
+
 def test_only_inductor_has_a_folder_of_graphs(tmp_path: Path) -> None:
     words = ["train.micro_batch=2", "train.global_batch=8", "compile.cache_dir=x"]
     words += ["compile.enable=true", "compile.backend=aot_eager"]

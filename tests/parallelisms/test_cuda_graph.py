@@ -13,19 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dtron.training.build
 from dtron.config import Compile, Float8, Parallel
+from dtron.faults.corruption import compute_twice
 from dtron.float8.all_gather import WeightGather
 from dtron.parallelisms import cuda_graph
 from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.training.evaluation import Evaluation
+from dtron.training.step import StepResult
 from dtron.training.trainer import Trainer
 from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
+from tests.parallelisms import parity
 from tests.parallelisms.gpu_cases import WIDTHS
-from tests.parallelisms.parity import FULL, Case, mesh_of, parallel_run
+from tests.parallelisms.parity import FULL, Case, RecordingStep, mesh_of, parallel_run
 
 DROPPED = {"dropout": 0.1, "attention_dropout": 0.1}
 STEPS = cuda_graph.WARM_UP + 3
@@ -122,6 +126,48 @@ def test_planted_bugs_show(planted: type[Repeated]) -> None:
     assert "losses" in run_ranks(2, compare, CPU, planted)[0]
 
 
+class Verified(RecordingStep):
+    """Computes the gradients of each step twice and compares them, as `faults.verify_step` does."""
+
+    def __call__(self, batches: Any, step: int, lr: float, compute: Any = None) -> StepResult:
+        found, host = self.model.applied, dist.group.WORLD
+        assert host is not None
+
+        def twice(accumulate: Callable[[], Tensor]) -> Tensor:
+            loss, wrong = compute_twice(found, accumulate, host)
+            assert not wrong
+            return loss
+
+        return super().__call__(batches, step, lr, twice)
+
+
+class Counted(Repeated):
+    """Counts its calls, in the class."""
+
+    calls = 0
+
+    def __call__(self, compute: Any, batches: Any, step: int) -> tuple[Tensor, ...]:
+        Counted.calls += 1
+        return super().__call__(compute, batches, step)
+
+
+def verified(graph: type[GradientGraph]) -> list[str]:
+    usual, parity.RecordingStep = parity.RecordingStep, Verified  # type: ignore[misc]
+    try:
+        return compare(replace(CPU, world=1, parallel=Parallel()), graph)
+    finally:
+        parity.RecordingStep = usual  # type: ignore[misc]
+
+
+def counted() -> tuple[list[str], int]:
+    return verified(Counted), Counted.calls
+
+
+def test_a_verified_step_is_computed_by_the_graph() -> None:
+    """Twice in each step; and the bits are those without a graph."""
+    assert run_ranks(1, counted) == [([], 2 * STEPS)]
+
+
 def addresses_of_scales() -> set[tuple[int, ...]]:
     """Addresses of the scales of gathered weights after each update."""
     found: set[tuple[int, ...]] = set()
@@ -164,19 +210,16 @@ def test_an_evaluation_that_raises_the_capacity_discards_the_graph() -> None:
 class Numbers:
     """A micro-batch of one tensor."""
 
-    def __init__(self, *values: float, host: int = 0) -> None:
-        self.values, self.host = torch.tensor(values), host
+    def __init__(self, *values: float) -> None:
+        self.values = torch.tensor(values)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Numbers":
-        made = Numbers(host=self.host)
+        made = Numbers()
         made.values = change(self.values)
         return made
 
-    def tables_on_host(self) -> list[Tensor]:
-        return [torch.tensor([self.host])]
 
-
-def test_other_shapes_and_tables_are_computed_without_the_graph(
+def test_other_shapes_are_computed_without_the_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = torch.ones((), requires_grad=True)
@@ -199,7 +242,7 @@ def test_other_shapes_and_tables_are_computed_without_the_graph(
     assert call(Numbers(1.0, 2.0)) == (15, 15)
     assert call(Numbers(3.0, 4.0), step=2) == (14, 14)
     assert graph.replays == 2
-    for others in ([Numbers(1.0)], [Numbers(1.0, 2.0, host=1)], [Numbers(1.0, 2.0)] * 2):
+    for others in ([Numbers(1.0)], [Numbers(1.0, 2.0)] * 2):
         assert call(*others)[0] == 5 * sum(float(each.values.sum()) for each in others)
     assert graph.replays == 2
     assert caplog.text.count("without the CUDA graph") == 1
@@ -213,6 +256,9 @@ GPU: dict[str, Case] = {
     "packed, compiled": Case("llama", documents=True, compile=Compile(enable=True)),
     "full recomputation": Case("qwen3", recompute=FULL),
     "hybrid": Case("qwen3_5"),
+    "soft caps and windows": Case("gemma3", override=WIDTHS["gemma3"], dtype="bfloat16"),
+    "sinks": Case("gpt_oss", override=WIDTHS["gpt_oss"], dtype="bfloat16"),
+    "chunked loss": Case("llama", loss_chunks=2, compile=Compile(enable=True)),
     "experts": Case("deepseek_v3", override=WIDTHS["deepseek_v3"], dtype="bfloat16"),
     "zero 3": Case("llama", 2, Parallel(dp_shard=2)),
     "zero 1": Case("llama", 2, Parallel(dp_shard=2, zero=1)),
@@ -258,6 +304,11 @@ GPU: dict[str, Case] = {
         float8=Float8(recipe="tensorwise", scaling="delayed", amax_history=2),
     ),
 }
+
+
+@pytest.mark.gpu
+def test_a_verified_step_is_computed_by_the_graph_on_a_gpu() -> None:
+    assert run_on_gpus(1, verified, GradientGraph) == [[]]
 
 
 @pytest.mark.gpu

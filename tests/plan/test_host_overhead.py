@@ -8,6 +8,7 @@ import pytest
 from dtron.config import RunConfig
 from dtron.plan.hardware import HARDWARE
 from dtron.plan.host_overhead import CALLS, calls, host_seconds
+from dtron.plan.memory import memory, worst
 from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
 
@@ -128,3 +129,33 @@ def test_a_step_is_as_long_as_the_host_needs() -> None:
 
 def test_every_call_has_a_price() -> None:
     assert set(calls(run(CUT, 4), 0)) == set(CALLS) == {name for name, _ in HARDWARE["h200"].calls}
+
+
+SMALL = (
+    "model.name=gpt model.size=125m model.override.max_seq_len=1024 train.seq_len=1024 "
+    "train.global_batch=32 train.loss_chunks=4 train.eval_sequences=0"
+)
+GRAPHS = [(32, 0.0685, 0.0657, 12.0, 12.2), (8, 0.1797, 0.0760, 5.2, 5.4)]
+"""GPT-2 124M on an H200 (benchmarks/RESULTS.md): micro-batch, seconds and GiB without and with a
+CUDA graph. The host was faster than that of the prices."""
+
+
+@pytest.mark.parametrize(("micro_batch", "off", "step", "before", "after"), GRAPHS)
+def test_a_cuda_graph_takes_the_hosts_time_away(
+    micro_batch: int, off: float, step: float, before: float, after: float
+) -> None:
+    h200, words = HARDWARE["h200"], f"{SMALL} train.micro_batch={micro_batch}"
+    launched = run(words, 1, "llama3_8b")
+    graph = run(f"{words} compile.cuda_graphs=step", 1, "llama3_8b")
+    assert {k for k, n in calls(graph, 0).items() if n} == {"graph", "update"}
+    assert calls(graph, 0)["update"] == calls(launched, 0)["update"]
+    times = predict(launched, h200), predict(graph, h200)
+    assert times[0].parts["host"] > 0 == times[1].parts["host"]
+    assert times[0].step == pytest.approx(off, rel=0.25)
+    assert times[1].step == pytest.approx(step, rel=0.06)
+    found = [worst(memory(each)).reserved / 2**30 for each in (launched, graph)]
+    assert found[0] == pytest.approx(before, rel=0.07)
+    assert found[1] == pytest.approx(after, rel=0.07)
+    assert found[1] - found[0] == pytest.approx(after - before, abs=0.15)
+    validated = run(f"{words} compile.cuda_graphs=step train.eval_sequences=8", 1, "llama3_8b")
+    assert worst(memory(validated)).reserved / 2**30 > found[1] + 0.5

@@ -6,12 +6,16 @@ import pytest
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.parallelisms.pipeline.schedule_ops import Kind
+from dtron.parallelisms.pipeline.schedules import order_of
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import attention_flops
 from dtron.plan.hardware import hardware
+from dtron.plan.memory import memory, worst
 from dtron.plan.parameters import held
 from dtron.plan.run_shape import Resolved
-from dtron.plan.steptime import _added, _OverlapPhase, _phases, copied_bytes, predict
+from dtron.plan.search import MARGIN, search
+from dtron.plan.steptime import _added, _OverlapPhase, _paired, _phases, copied_bytes, predict
 
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 PP = "parallel.pp=2 parallel.zero=1 train.micro_batch=1 train.global_batch=16"
@@ -202,6 +206,74 @@ def test_context_parallelism_pads_values() -> None:
 def test_steps_that_were_measured(overrides: str, world: int, seconds: float) -> None:
     """benchmarks/RESULTS.md."""
     assert predict(run(overrides, world), hardware("h200")).step == pytest.approx(seconds, rel=0.04)
+
+
+MIXTURE_OF = "train.seq_len=4096 parallel.ep=4 parallel.zero=2 optim.moments=bfloat16 model.name"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "milliseconds"),
+    [
+        ("model.size=1b train.seq_len=4096 train.global_batch=2", 1, 10.0),
+        ("model.size=1b train.seq_len=4096 train.global_batch=2 optim.name=lion", 1, 7.6),
+        ("model.size=1b train.seq_len=4096 train.global_batch=2 optim.name=adamw8bit", 1, 43.5),
+        ("", 4, 16.4),
+        (f"{MIXTURE_OF}=deepseek_v3 model.size=16b", 4, 24),
+        (f"{MIXTURE_OF}=qwen3_moe model.size=30b-a3b", 4, 46),
+        (f"{MIXTURE_OF}=gpt_oss model.size=20b", 4, 32),
+    ],
+)
+def test_updates_that_were_measured(overrides: str, world: int, milliseconds: float) -> None:
+    """Norm and update of a profiled step (benchmarks/RESULTS.md)."""
+    found = predict(run(overrides, world), hardware("h200")).parts["update"]
+    assert 1e3 * found == pytest.approx(milliseconds, rel=0.03)
+
+
+PAIRED = (
+    "model.name=deepseek_v3 model.size=16b model.override.n_layers=8 train.seq_len=4096 "
+    "model.override.force_balance=true train.micro_batch=2 train.global_batch=16 "
+    "optim.moments=bfloat16 train.loss_chunks=4 parallel.dispatcher=bounded_all_to_all "
+    "parallel.ep_capacity=1.05"
+)
+IN_PAIRS = f"{PAIRED} parallel.ep=2 parallel.zero=2 parallel.reduce=step"
+SLOW = 22e9
+"""Bytes per second through the host's memory, with which the step without pairs is as measured."""
+
+
+@pytest.mark.parametrize(
+    ("rate", "off", "on"), [(280e9, 0.5106, 0.5050), (SLOW, 1.065, 0.8802)], ids=["NVLink", "slow"]
+)
+def test_micro_batches_at_once_that_were_measured(rate: float, off: float, on: float) -> None:
+    """Two H200 (benchmarks/RESULTS.md); both rows set the two constants."""
+    row = hardware("h200", nvlink=rate)
+    plans = [run(f"{IN_PAIRS} parallel.overlap_micro_batches={x}", 2) for x in ("false", "true")]
+    times = [predict(each, row).step for each in plans]
+    assert times == pytest.approx([off, on], rel=0.04)
+    assert times[0] / times[1] == pytest.approx(off / on, rel=0.01)
+    assert (times[0] / times[1] > 1 + MARGIN) == (rate == SLOW)
+    found = [worst(memory(each)).reserved / 2**30 for each in plans]
+    assert found == pytest.approx([47.7, 62.2], rel=0.03)
+
+
+def test_a_search_overlaps_over_slow_links_only() -> None:
+    config = RunConfig.load(LLAMA, PAIRED.split())
+    for rate, overlaps in ((280e9, False), (SLOW, True)):
+        best, *_ = search(config, 2, hardware("h200", nvlink=rate), most=1, processes=1).best
+        assert best.run.config.parallel.overlap_micro_batches == overlaps
+
+
+def test_pairs_of_a_pipeline_are_counted() -> None:
+    """Of a long step too, of which the planner simulates the first micro-batches."""
+    words = f"{PAIRED} parallel.ep=2 parallel.pp=2 parallel.zero=1 train.global_batch=64"
+    words += " parallel.schedule=DualPipeV parallel.overlap_micro_batches=true"
+    planned = run(words, 4)
+    order = order_of("DualPipeV", 2, 2, planned.micro_batches, overlap=True)
+    forwards = sum(each.kind is Kind.FORWARD for each in planned.order[0])
+    assert forwards == 2 * 8 < 2 * planned.micro_batches  # shortened
+    for rank in range(2):
+        pairs = sum(each.overlapped for each in order[rank])
+        assert _paired(planned, rank) == pytest.approx(pairs / 32)
+    assert _paired(run(f"{PAIRED} parallel.ep=2", 2), 0) == 0
 
 
 IMAGES = "model.size=8b train.seq_len=4096 train.micro_batch=1 train.global_batch=16"

@@ -27,7 +27,14 @@ from dtron.setup.resume_checks import (
     resume_settings,
     warn_of_changes,
 )
-from dtron.setup.rules import check_layout, host_warnings, reasons, setting_warnings
+from dtron.setup.rules import (
+    MachineCandidate,
+    all_broken,
+    check_layout,
+    host_warnings,
+    reasons,
+    setting_warnings,
+)
 
 BASE = {"train": {"global_batch": 8, "seq_len": 64}, "model": {"name": "llama", "size": "debug"}}
 
@@ -276,6 +283,23 @@ def test_marks_of_modules_need_gpus_or_a_profile() -> None:
     with pytest.raises(ConfigError, match=r"metrics.nvtx = true has no effect: .* no GPUs"):
         preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True}}), place)
     preflight(RunConfig.of({**BASE, "metrics": {"nvtx": True, "profile_start": 2}}), place)
+
+
+def test_no_cuda_graph_where_masks_have_other_sizes() -> None:
+    """Masks of kernels for windows have the bounds of documents, a dense mask has not."""
+    errors = {}
+    for window in (0, 16):
+        config = RunConfig.of(
+            {
+                **BASE,
+                "model": {**BASE["model"], "override": {"window": window}},
+                "data": {"mask_documents": True},
+                "compile": {"cuda_graphs": "step"},
+            }
+        )
+        errors[window] = "\n".join(all_broken(MachineCandidate(config, 1)))
+    assert "size of the mask, differs" in errors[16]
+    assert "size of the mask, differs" not in errors[0]
 
 
 def test_a_start_names_all_that_is_wrong_at_once() -> None:
