@@ -39,6 +39,12 @@ MIXTURES = 0.025
 """Vectors of a router's size, which do not grow with the model's width, are not all listed."""
 
 
+@pytest.fixture(autouse=True)
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code saves what attention returns on CPUs only, where the planner plans nothing."""
+    monkeypatch.setattr("dtron.parallelisms.recompute.CPU_ATTENTION", ())
+
+
 def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.Tensor]]:
     """A block, what it is called with, and tensors that it reads but makes none of."""
     torch._dynamo.reset()
