@@ -136,7 +136,8 @@ def test_every_case_has_a_name_and_settings_allow_it() -> None:
     for table in (FLOAT32, BFLOAT16):
         assert {case.model for case in table} == models  # all of them
     pairs = {(case.model, case.parallel.dispatcher) for case in BFLOAT16 if case.parallel.ep > 1}
-    assert pairs == {(m, d) for m in MIXTURES for d in ("all_to_all", "symmetric_memory")}
+    dispatchers = ("all_to_all", "symmetric_memory", "hierarchical")
+    assert pairs == {(m, d) for m in MIXTURES for d in dispatchers}
 
 
 class Planted:
