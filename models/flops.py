@@ -163,8 +163,11 @@ def image_flops(config: DecoderConfig) -> float:
 
 
 def images_that_fit(config: DecoderConfig, seq_len: int) -> int:
-    """Return the number of images that fit into a sequence; 0 without a vision encoder."""
-    return seq_len // config.image_tokens if config.vision_layers else 0
+    """Return the number of images that fit into a sequence; 0 without a vision encoder.
+
+    At least 1 with it: every micro-batch has an image, and a sequence may have a part of one.
+    """
+    return max(1, seq_len // config.image_tokens) if config.vision_layers else 0
 
 
 def n_active_parameters(config: DecoderConfig) -> int:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtron.models.attention import Attention, Backend
+from dtron.models.attention import Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Block, Decoder
 
@@ -58,19 +58,12 @@ class FullAttentionCore(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-class VisionAttention(Attention):
-    """Multi-head attention between all tokens of an image: (N, P, E) -> (N, P, E)."""
-
-    def __init__(self, config: DecoderConfig, backend: Backend):
-        super().__init__(config, backend)
-        self.core = FullAttentionCore()  # type: ignore[assignment]
-
-
 class VisionBlock(Block):
     """Block of the encoder: (N, P, E) -> (N, P, E)."""
 
-    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
-        self.attn = VisionAttention(config, backend)
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        super()._build_mixer(config, backend, window)
+        self.attn.core = FullAttentionCore()  # type: ignore[assignment]
 
 
 class VisionEncoder(nn.Module):

@@ -428,7 +428,8 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
 
     With several micro-batches, zero = 1 keeps weights gathered over the step, and zero = 3 does
     not; a choice's zero = 0 leaves the key as it is. `pp_layout`, `defer_head` and `high_priority`
-    are reset. Unset keys stay unset, for `dtron.plan.automatic`.
+    are reset. An encoder that is split over tp stays so. Unset keys stay unset, for
+    `dtron.plan.automatic`.
     """
     parallel = {key: choice[key] for key in _DEGREES}
     parallel |= {"overlap_micro_batches": choice["overlap"]}
@@ -441,6 +442,8 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             parallel["async_tp"] = False
     if choice["cp"] == 1:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
+    if config.parallel.encoder_tp > 1:
+        parallel["encoder_tp"] = choice["tp"]
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},

@@ -296,16 +296,18 @@ def ranks_per_host(group: dist.ProcessGroup, etp: int) -> int:
 
 
 def kind_inside(group: dist.ProcessGroup) -> type[SymmetricMemory] | type[BoundedAllToAll]:
-    """Return the dispatcher between the ranks of a host; a collective.
+    """Return the dispatcher between the ranks of a host; a collective over all ranks.
 
-    SymmetricMemory if they can read each other's memory, else BoundedAllToAll.
+    SymmetricMemory if the ranks of each host can read each other's memory, else BoundedAllToAll:
+    all ranks have the same, since the capacity of both kinds differs.
     """
     machines = _machines(group)
     pairs = list(permutations([device for _, device in machines], 2))
     linked = all(a < 0 or torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    if pairs and linked and len({name for name, _ in machines}) == 1:
-        return SymmetricMemory
-    return BoundedAllToAll
+    own = bool(pairs) and linked and len({name for name, _ in machines}) == 1
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return SymmetricMemory if all(of_ranks) else BoundedAllToAll
 
 
 def _machines(group: dist.ProcessGroup) -> list[tuple[str, int]]:

@@ -1,5 +1,6 @@
 """LLaVA: a vision encoder before a decoder, compared with transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.models import MODELS, from_hf, model_config, to_hf
+from dtron.models import MODELS, build_model, from_hf, model_config, to_hf
+from dtron.models.attention import BACKENDS
 from dtron.models.vision import VisionDecoder, VisionEncoder
 from dtron.setup.rules import ModelCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens
@@ -132,6 +134,19 @@ def test_images_change_logits_after_them_only() -> None:
     assert not torch.allclose(found[0, 3], changed[0, 3])
     blank = torch.full_like(index, -1)
     assert torch.equal(model(x, images=one, image_index=blank), model(x))
+
+
+def test_images_do_not_use_the_attention_backend_of_the_text() -> None:
+    """It may need a mask, and shapes that are the same in each micro-batch."""
+
+    def run(*_args: Any) -> Tensor:
+        raise AssertionError("the decoder's backend was called")
+
+    config = small_config("llava")
+    model = build_model("llava", config, replace(BACKENDS["math"], run=run))
+    assert isinstance(model, VisionDecoder)
+    images = torch.zeros(2, 3, config.vision_image_size, config.vision_image_size)
+    assert model.vision(images).shape == (2, config.image_tokens, config.vision_dim)
 
 
 @pytest.mark.parametrize(

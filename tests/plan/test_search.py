@@ -118,6 +118,16 @@ def test_no_rank_takes_less_than_its_bound(overrides: str, world: int) -> None:
     assert seen >= 5
 
 
+def test_an_encoder_split_over_tp_stays_so() -> None:
+    keys = "model.name=llava train.seq_len=4096 parallel.tp=2 parallel.encoder_tp=2"
+    config = RunConfig.load(ROOT / "configs/llama3_8b.toml", keys.split())
+    choices = list(_choices(config, Resolved.model_of(config), 8))
+    by_tp = {c["tp"]: c for c in choices if c["pp"] == 1 and not c["overlap"]}
+    assert {1, 2, 4} <= by_tp.keys()
+    for tp, choice in by_tp.items():
+        assert Resolved.of(_with_choice(config, choice), 8).config.parallel.encoder_tp == tp
+
+
 def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a search of many ranks takes minutes; what is printed is what a plan of it says."""
     replayed: list[Resolved] = []

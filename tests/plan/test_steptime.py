@@ -300,3 +300,12 @@ def test_stages_are_balanced_with_the_encoder() -> None:
     stages = run(f"model.name=llava {IMAGES} parallel.pp=4 parallel.zero=1", 8).stages
     first, second, *_ = (len(stage.layers) for stage in stages)
     assert first < second
+
+
+def test_sequences_shorter_than_an_image() -> None:
+    """They have a part of one, which the encoder encodes whole."""
+    short = run(f"model.name=llava {IMAGES} train.seq_len=512", 8)
+    assert short.encoder is not None
+    assert short.encoder.tokens == 729
+    assert predict(short, hardware("h200")).parts["compute"] > 0
+    assert worst(memory(short)).reserved > 0

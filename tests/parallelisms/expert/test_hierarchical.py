@@ -123,6 +123,29 @@ def test_equals_one_process(etp: int, inner: int) -> None:
     assert run_ranks(4, compared, etp, inner) == [[]] * 4
 
 
+def kinds(of_rank: Callable[[], str]) -> str:
+    """The dispatcher inside this rank's host, of two ranks."""
+    socket.gethostname = of_rank
+    mesh = Mesh(ep=4)
+    _, within = mesh.expert_hosts(mesh.expert_group(), 2)
+    return hierarchical.kind_inside(within).__name__
+
+
+def one_host() -> str:
+    return "a"
+
+
+def second_host_is_two() -> str:
+    """As ranks whose GPUs cannot read each other's memory."""
+    return "a" if dist.get_rank() < 3 else "b"
+
+
+def test_all_hosts_have_the_same_dispatcher() -> None:
+    """They would raise the capacity differently."""
+    assert run_ranks(4, kinds, one_host) == ["SymmetricMemory"] * 4
+    assert run_ranks(4, kinds, second_host_is_two) == ["BoundedAllToAll"] * 4
+
+
 def lose_a_sum() -> None:
     """Planted: the sum of the last host is not added."""
     collected = permute.collected
