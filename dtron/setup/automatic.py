@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from dtron.config import RunConfig
-from dtron.config.schema import MAX_RANKS
+from dtron.config.schema import GRAPH_WARM_UP, MAX_RANKS, MOMENTS
 from dtron.errors import ConfigError
+from dtron.models import MODELS
 from dtron.run.process import Place, environment_integer
 from dtron.setup.recompute_policy import choose_policy
 from dtron.setup.rules import ModelCandidate, all_broken
@@ -117,14 +118,28 @@ class _Situation:
     def gains_by_graph(self) -> bool:
         """Whether the host needs longer to launch a step than the GPU needs to compute it.
 
-        Only for what was measured: compiled blocks on the GPUs of one host, without documents.
+        Only for what was measured: compiled blocks on the GPUs of one host, without documents. Not
+        for custom models, whose forward may run Python code that a graph does not repeat, and not
+        for custom optimizers, which may keep gradients that the next replay overwrites.
         """
         config, ranks = self.run.config, self.run.world_size
         measured = config.compile.enable and not config.data.mask_documents
-        if not measured or ranks > self.machine.host:
+        built_in = config.model.name in MODELS and config.optim.name in MOMENTS
+        if not (measured and built_in and self._outlasts_warm_up) or ranks > self.machine.host:
             return False
         graph = config.changed(compile={"cuda_graphs": "step"})
         return self.seconds(graph) < (1 - GAIN) * self.seconds(config)
+
+    @property
+    def _outlasts_warm_up(self) -> bool:
+        """Whether the run has more steps than run before a CUDA graph is recorded.
+
+        Of `train.tokens`; a rule checks `train.steps`. False with `train.epochs`, whose steps are
+        unknown until the data are open.
+        """
+        train = self.run.config.train
+        warm_up = GRAPH_WARM_UP * train.global_batch * train.seq_len
+        return not train.epochs and (not train.tokens or train.tokens > warm_up)
 
     @property
     def head_is_slow(self) -> bool:
