@@ -360,6 +360,11 @@ class Train(Section):
     """Steps between Python's garbage collections. All ranks collect at the same step, so that no
     rank waits for the collection of another rank."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run has forwards without a backward: validations or sample text."""
+        return self.eval_sequences > 0 or self.sample_tokens > 0
+
 
 MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "adamw8bit": (2, 2), "sgd": (0, 0)}
 """Moments by optimizer: of most parameters, and of the matrices of layers (hidden)."""
