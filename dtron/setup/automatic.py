@@ -57,8 +57,8 @@ class Machine:
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
         hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MAX_RANKS)
-        told = "LOCAL_WORLD_SIZE" in os.environ  # else the number of hosts is unknown
-        host = host if told and hosts * host == place.world_size else 1
+        known = "LOCAL_WORLD_SIZE" in os.environ  # else the number of hosts is unknown
+        host = host if known and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]
         linked = count >= host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
         properties = torch.cuda.get_device_properties(place.device)
