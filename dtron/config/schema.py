@@ -360,6 +360,11 @@ class Train(Section):
     """Steps between Python's garbage collections. All ranks collect at the same step, so that no
     rank waits for the collection of another rank."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run has forwards without a backward: validations or sample text."""
+        return self.eval_sequences > 0 or self.sample_tokens > 0
+
 
 MOMENTS = {"adamw": (2, 2), "muon": (2, 1), "lion": (1, 1), "adamw8bit": (2, 2), "sgd": (0, 0)}
 """Moments by optimizer: of most parameters, and of the matrices of layers (hidden)."""
@@ -502,8 +507,9 @@ class Compile(Section):
     as one CUDA graph in the third step, and replay it in each later one. The host then launches one
     graph instead of thousands of kernels, which pays where it is slower than the GPU: in small
     models and small micro-batches. The graph keeps the memory of activations and gradients. Unset,
-    on GPUs of one host: `step` for compiled blocks where the planner predicts that the host is
-    slower, if it fits and no other setting excludes it."""
+    on GPUs of one host: `step` for compiled blocks of built-in models and optimizers where the
+    planner predicts that the host is slower, if it fits and no other setting excludes it; not with
+    `train.epochs`."""
     cache_dir: LocalPath = ""
     """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
     container, and which only you can write to, since its files are executed. Empty: torch's own,

@@ -291,10 +291,10 @@ def _on_other_streams(run: Resolved, rank: int) -> float:
     """Bytes outside the computation stream.
 
     These are buffers, float32 shards of reduced gradients, and other tp ranks' rows of an
-    embedding's gradient. Validations cannot use the buffers of a CUDA graph.
+    embedding's gradient. Validations and samples cannot use the buffers of a CUDA graph.
     """
     shards = sum(shard for u in held(run, rank) for _, shard in reductions(run, u))
-    again = run.config.compile.cuda_graphs == "step" and run.config.train.eval_sequences
+    again = run.config.compile.cuda_graphs == "step" and run.config.train.evaluates
     buffers = _all_buffers(run, rank) + (_buffers(run, rank) if again else 0.0)
     return _foreign(run, rank) + buffers + 4.0 * shards
 

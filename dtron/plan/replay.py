@@ -158,8 +158,9 @@ class _SavedByCall:
 def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> int:
     """Return the bytes that the allocator `pool` reserves for a rank's computation stream.
 
-    A CUDA graph is recorded in a separate pool, after free memory is returned; validation then
-    needs memory outside of it. Two micro-batches at once have a pool each.
+    A CUDA graph is recorded in a separate pool, after free memory is returned; offloaded moments,
+    validation and sample text then need memory outside of it. Two micro-batches at once have a
+    pool each.
     """
     graphs, usual = run.config.compile.cuda_graphs == "step", pool()
     replay = _Replay(run, rank, usual)
@@ -173,9 +174,10 @@ def reserved(run: Resolved, rank: int, pool: type[Pool | Expandable] = Pool) -> 
     if not graphs:
         return usual.reserved + _second_lane(replay, pool)
     found = usual.reserved - usual.unused
-    for part in (replay.step, replay.evaluate):
+    for parts in ((replay.step,), (replay.update_offloaded, replay.evaluate)):
         replay.pool = pool()
-        part()
+        for part in parts:
+            part()
         found += replay.pool.reserved
     return found
 
@@ -292,8 +294,8 @@ class _Replay:
         self.pending = None
 
     def evaluate(self) -> None:
-        """Replay the forward of a validation, which keeps nothing for a backward."""
-        if not self.run.config.train.eval_sequences:
+        """Replay the forward of a validation or a sample, which keeps nothing for a backward."""
+        if not self.run.config.train.evaluates:
             return
         for stage, listed in self.stages.items():
             for unit in listed:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from dtron.config import RunConfig
-from dtron.config.schema import MAX_RANKS
+from dtron.config.schema import GRAPH_WARM_UP, MAX_RANKS, MOMENTS
 from dtron.errors import ConfigError
+from dtron.models import MODELS
 from dtron.run.process import Place, environment_integer
 from dtron.setup.recompute_policy import choose_policy
 from dtron.setup.rules import ModelCandidate, all_broken
@@ -56,8 +57,8 @@ class Machine:
             return cls()
         host, count = place.local_world_size, torch.cuda.device_count()
         hosts = environment_integer("GROUP_WORLD_SIZE", place.world_size // host, 1, MAX_RANKS)
-        told = "LOCAL_WORLD_SIZE" in os.environ  # else the number of hosts is unknown
-        host = host if told and hosts * host == place.world_size else 1
+        known = "LOCAL_WORLD_SIZE" in os.environ  # else the number of hosts is unknown
+        host = host if known and hosts * host == place.world_size else 1
         pairs = [(a, b) for a in range(host) for b in range(host) if a != b]
         linked = count >= host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
         properties = torch.cuda.get_device_properties(place.device)
@@ -117,14 +118,28 @@ class _Situation:
     def gains_by_graph(self) -> bool:
         """Whether the host needs longer to launch a step than the GPU needs to compute it.
 
-        Only for what was measured: compiled blocks on the GPUs of one host, without documents.
+        Only for what was measured: compiled blocks on the GPUs of one host, without documents. Not
+        for custom models, whose forward may run Python code that a graph does not repeat, and not
+        for custom optimizers, which may keep gradients that the next replay overwrites.
         """
         config, ranks = self.run.config, self.run.world_size
         measured = config.compile.enable and not config.data.mask_documents
-        if not measured or ranks > self.machine.host:
+        built_in = config.model.name in MODELS and config.optim.name in MOMENTS
+        if not (measured and built_in and self._outlasts_warm_up) or ranks > self.machine.host:
             return False
         graph = config.changed(compile={"cuda_graphs": "step"})
         return self.seconds(graph) < (1 - GAIN) * self.seconds(config)
+
+    @property
+    def _outlasts_warm_up(self) -> bool:
+        """Whether the run has more steps than run before a CUDA graph is recorded.
+
+        Of `train.tokens`; a rule checks `train.steps`. False with `train.epochs`, whose steps are
+        unknown until the data are open.
+        """
+        train = self.run.config.train
+        warm_up = GRAPH_WARM_UP * train.global_batch * train.seq_len
+        return not train.epochs and (not train.tokens or train.tokens > warm_up)
 
     @property
     def head_is_slow(self) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtron.config import RunConfig
+from dtron.plan import replay
 from dtron.plan.hardware import HARDWARE
 from dtron.plan.host_overhead import CALLS, calls, host_seconds
 from dtron.plan.memory import memory, worst
@@ -157,5 +158,14 @@ def test_a_cuda_graph_takes_the_hosts_time_away(
     assert found[0] == pytest.approx(before, rel=0.07)
     assert found[1] == pytest.approx(after, rel=0.07)
     assert found[1] - found[0] == pytest.approx(after - before, abs=0.15)
-    validated = run(f"{words} compile.cuda_graphs=step train.eval_sequences=8", 1, "llama3_8b")
-    assert worst(memory(validated)).reserved / 2**30 > found[1] + 0.5
+    for key in ("eval_sequences", "sample_tokens"):
+        evaluated = run(f"{words} compile.cuda_graphs=step train.{key}=8", 1, "llama3_8b")
+        assert worst(memory(evaluated)).reserved / 2**30 > found[1] + 0.5
+
+
+def test_offloaded_moments_need_memory_outside_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloaded = run(f"{SMALL} compile.cuda_graphs=step optim.offload=1", 1, "llama3_8b")
+    found, size = replay.reserved(offloaded, 0), replay.bytes_of_buckets(offloaded, 0)
+    monkeypatch.setattr(replay, "bytes_of_buckets", lambda *_: 0)
+    assert size > 2**28
+    assert found >= replay.reserved(offloaded, 0) + size

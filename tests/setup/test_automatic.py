@@ -272,6 +272,13 @@ GRAPHS = [
     (SMALL_GPT.format(8) + " compile.cuda_graphs=off", 1, "h200", False),
     (SMALL_GPT.format(8) + " train.dtype=float32", 1, "h200", False),  # no times
     (SMALL_GPT.format(8) + " train.steps=2", 1, "h200", False),
+    # Two steps, three, and any number.
+    (SMALL_GPT.format(8) + " train.steps= train.tokens=65536", 1, "h200", False),
+    (SMALL_GPT.format(8) + " train.steps= train.tokens=65537", 1, "h200", True),
+    (SMALL_GPT.format(8) + " train.steps= train.epochs=1", 1, "h200", False),
+    # Code of the user.
+    (SMALL_GPT.format(8) + " optim.name=torch.optim:AdamW", 1, "h200", False),
+    (SMALL_GPT.format(8) + " model.name=dtron.models.gpt:GPT", 1, "h200", False),
 ]
 
 
