@@ -507,9 +507,9 @@ class Compile(Section):
     as one CUDA graph in the third step, and replay it in each later one. The host then launches one
     graph instead of thousands of kernels, which pays where it is slower than the GPU: in small
     models and small micro-batches. The graph keeps the memory of activations and gradients. Unset,
-    on GPUs of one host: `step` for compiled blocks of built-in models and optimizers where the
-    planner predicts that the host is slower, if it fits and no other setting excludes it; not with
-    `train.epochs`."""
+    on one GPU: `step` for compiled blocks of gpt, llama, qwen3 and gemma3 with a built-in optimizer
+    where the planner predicts that the host is slower, if it fits and no other setting excludes it;
+    not with `train.epochs`."""
     cache_dir: LocalPath = ""
     """Folder for compiled graphs and kernels, which later starts use again: one that outlives the
     container, and which only you can write to, since its files are executed. Empty: torch's own,

@@ -20,7 +20,6 @@ import torch
 from dtron.config import RunConfig
 from dtron.config.schema import GRAPH_WARM_UP, MAX_RANKS, MOMENTS
 from dtron.errors import ConfigError
-from dtron.models import MODELS
 from dtron.run.process import Place, environment_integer
 from dtron.setup.recompute_policy import choose_policy
 from dtron.setup.rules import ModelCandidate, all_broken
@@ -31,6 +30,8 @@ _NVLINK, _BRIDGES = ("sxm", "hbm3", "h20", "h800", "b200", "b300"), ("pcie", "nv
 to at most one other GPU."""
 HEADROOM = 0.05
 """Fraction of a GPU's memory that a choice leaves free: predictions are off by some per cent."""
+RECORDED = ("gpt", "llama", "qwen3", "gemma3")
+"""Dense families whose steps tests record as a CUDA graph on a GPU."""
 GAIN = 0.05
 """Fraction of a step that a CUDA graph must save, as predicted; hosts differ by some per cent."""
 _SMALL_HEAD = 8192
@@ -118,14 +119,14 @@ class _Situation:
     def gains_by_graph(self) -> bool:
         """Whether the host needs longer to launch a step than the GPU needs to compute it.
 
-        Only for what was measured: compiled blocks on the GPUs of one host, without documents. Not
-        for custom models, whose forward may run Python code that a graph does not repeat, and not
-        for custom optimizers, which may keep gradients that the next replay overwrites.
+        Only for what was measured: compiled blocks of the families in RECORDED on one GPU, without
+        documents and adapters. Not for custom optimizers, which may keep gradients that the next
+        replay overwrites.
         """
-        config, ranks = self.run.config, self.run.world_size
-        measured = config.compile.enable and not config.data.mask_documents
-        built_in = config.model.name in MODELS and config.optim.name in MOMENTS
-        if not (measured and built_in and self._outlasts_warm_up) or ranks > self.machine.host:
+        config, alone = self.run.config, self.run.world_size == 1 and self.machine.gpus
+        measured = config.compile.enable and not config.data.mask_documents and alone
+        known = config.model.name in RECORDED and config.optim.name in MOMENTS
+        if not (measured and known and self._outlasts_warm_up) or config.lora.rank:
             return False
         graph = config.changed(compile={"cuda_graphs": "step"})
         return self.seconds(graph) < (1 - GAIN) * self.seconds(config)
