@@ -159,7 +159,7 @@ class CrossBlock(Block):
             x, rope, mask, dropout_keys: arguments of `Block.forward`.
             encoded: (B, S, D), output of the encoder.
         """
-        x = self._attended(x, rope, mask, dropout_keys)
+        x = self._mixed(x, rope, mask, dropout_keys)
         others = None if dropout_keys is None else fold(dropout_keys, CROSS_OUTPUT)
         h = self.cross(self.cross_norm(x), encoded, None, others)
         x = x + self.cross_drop(h, dropout_keys)

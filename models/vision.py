@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dtron.models.attention import Attention, Backend
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Block, Decoder
+from dtron.models.layers import norm
 
 CHANNELS = 3
 
@@ -69,7 +70,8 @@ class VisionAttention(Attention):
 class VisionBlock(Block):
     """Block of the encoder: (N, P, E) -> (N, P, E)."""
 
-    def _build_attention(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+    def _build_mixer(self, config: DecoderConfig, backend: Backend, window: int) -> None:
+        self.attn_norm = norm(config, config.dim)
         self.attn = VisionAttention(config, backend)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtron.config import RunConfig
 from dtron.errors import CheckpointError, ConfigError
-from dtron.models import MODELS, from_hf, model_config, to_hf
+from dtron.models import BACKENDS, MODELS, from_hf, model_config, to_hf
 from dtron.models.vision import VisionDecoder, VisionEncoder
 from dtron.setup.rules import ModelCandidate, all_broken
 from tests.models.build import initialized, small_config, tokens
@@ -120,6 +120,14 @@ def test_other_parts_are_refused(key: str, value: Any, message: str) -> None:
     written = hf.write(MODELS["llava"].sizes["debug"])
     with pytest.raises(CheckpointError, match=message):
         hf.read({**written, key: value}, "config.json")
+
+
+def test_the_encoder_does_not_use_the_backend() -> None:
+    """A decoder's backend may need a mask, or not support the encoder's heads."""
+    model = initialized("llava", small_config("llava"), BACKENDS["flex"])
+    same = initialized("llava", small_config("llava"))
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(model.vision(images), same.vision(images))  # type: ignore[operator]
 
 
 def test_images_change_logits_after_them_only() -> None:
