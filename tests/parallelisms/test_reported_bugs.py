@@ -121,18 +121,18 @@ def expert_gradients_not_scaled() -> None:
 def recomputed_from_another_replica() -> None:
     """Recomputation gathers activations from ranks with other sequences. Only in feed-forward
     layers: with other inputs routers choose other experts, which torch would report."""
-    redistribute = tensor._PrepareArgument.redistribute
+    redistribute = tensor.PrepareArgument.redistribute
 
     def mixed(self: Any, x: Tensor, mesh: Any) -> Tensor:
         recomputed = torch._C._current_graph_task_id() >= 0
-        if recomputed and not self.to_local:
+        if recomputed and self.gradient is None:
             ranks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
             dist.all_gather(ranks, x.detach().contiguous())
             other = ranks[(dist.get_rank() + mesh.size()) % len(ranks)]
             x = x + (other - x).detach()  # as much is kept for the backward as of x
         return redistribute(self, x, mesh)
 
-    tensor._PrepareArgument.redistribute = mixed  # type: ignore[method-assign]
+    tensor.PrepareArgument.redistribute = mixed  # type: ignore[method-assign]
 
 
 def padding_of_another_rank() -> None:
