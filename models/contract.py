@@ -17,6 +17,7 @@ from dtron.errors import ConfigError
 from dtron.models.attention import BACKENDS
 from dtron.models.config import DecoderConfig
 from dtron.models.decoder import Decoder
+from dtron.models.encoder_decoder import EncoderDecoder
 from dtron.models.spec import ModelSpec
 from dtron.models.vision import VisionDecoder
 
@@ -34,6 +35,11 @@ def ignored(spec: ModelSpec, name: str) -> bool:
 def reads_images(spec: ModelSpec) -> bool:
     """Whether a family has a vision encoder."""
     return isinstance(spec.build, type) and issubclass(spec.build, VisionDecoder)
+
+
+def has_encoder(spec: ModelSpec) -> bool:
+    """Whether a family is an encoder-decoder."""
+    return isinstance(spec.build, type) and issubclass(spec.build, EncoderDecoder)
 
 
 def _is_decoder(spec: ModelSpec) -> bool:

@@ -148,6 +148,9 @@ def _wrong_pattern(config: "DecoderConfig") -> Iterator[str]:
                 yield f"{key} = 0 {why} a size, such as {value}"
             if character not in layers and getattr(config, key):
                 yield f"{key} = {getattr(config, key)} {why} 0, or layers {character}"
+    for key, value in changed(config, "mamba_conv mamba_dt_min") if "M" not in layers else ():
+        default = type(config).model_fields[key].default
+        yield f"{key} = {value} {why} {default}, or layers M"
     if "M" in layers and config.mamba_groups and config.mamba_heads % config.mamba_groups:
         yield (
             f"mamba_groups = {config.mamba_groups} does not divide mamba_heads = "
@@ -219,6 +222,7 @@ _NOT_IN_ENCODER_DECODERS = {
     **{"window": 0, "full_attention_every": 0, "softcap": 0.0, "sinks": False, "mtp": 0},
     **{"output_gate": False, "delta_key_heads": 0, "kv_lora_rank": 0, "n_experts": 0},
     **{"token_types": 0, "scale_embeddings": False, "logit_softcap": 0.0, "vision_layers": 0},
+    "layer_pattern": "",
 }
 
 
@@ -329,7 +333,12 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         fix=" or set layer_pattern",
     ),
     Rule(
-        " ".join(("layer_pattern n_layers ffn_dim n_experts", *_MAMBA, *_NOT_WITH_PATTERN)),
+        " ".join(
+            (
+                "layer_pattern n_layers ffn_dim n_experts mamba_conv mamba_dt_min",
+                *(*_MAMBA, *_NOT_WITH_PATTERN),
+            )
+        ),
         finds_none(_wrong_pattern),
     ),
     Rule(

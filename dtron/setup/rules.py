@@ -23,7 +23,7 @@ from dtron.lora.adapters import adapters, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
 from dtron.models.attention import AttentionNeeds, Backend, choose_backend
 from dtron.models.config import DecoderConfig
-from dtron.models.contract import ignored, reads_images
+from dtron.models.contract import has_encoder, ignored, reads_images
 from dtron.models.flops import FlopsModel, flops_per_token, images_that_fit
 from dtron.parallelisms.context.layout import layout_of
 from dtron.parallelisms.expert import (
@@ -508,6 +508,19 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
                 "the family has a vision encoder; use 1 or more"
                 if reads_images(c.spec)
                 else 'the family has no vision encoder; use 0, or model.name = "llava"'
+            )
+        ),
+    ),
+    Rule(
+        "model.override model.name",
+        lambda c: c.spec.reads is not None or bool(c.model.encoder_layers) == has_encoder(c.spec),
+        lambda c: (
+            f"model.override.encoder_layers = {c.model.encoder_layers} with model.name = "
+            f"{c.config.model.name}: "
+            + (
+                "the family is an encoder-decoder; use 1 or more"
+                if has_encoder(c.spec)
+                else 'the family has no encoder before a decoder; use 0, or model.name = "t5"'
             )
         ),
     ),

@@ -182,6 +182,7 @@ def test_exact_plans_are_refused() -> None:
         ),
         ({"window": 8}, "window = 8 conflicts with encoder_layers = 2; use 0"),
         ({"positions": "rope"}, 'positions = "rope" conflicts with encoder_layers = 2; use "rel'),
+        ({"layer_pattern": "*-"}, 'layer_pattern = ".-" conflicts with encoder_layers = 2; use ""'),
         ({"relative_buckets": 6}, "relative_buckets = 6 needs a multiple of 4"),
         ({"encoder_layers": 0}, 'positions = "relative" conflicts with encoder_layers = 0; use "r'),
     ],
@@ -217,3 +218,20 @@ def test_runs_that_do_not_fit_are_refused(keys: list[str], message: str) -> None
             assert run.attention
         return
     assert any(message in each for each in all_broken(ModelCandidate(config, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        (
+            "llama",
+            {"encoder_layers": 1, "positions": "relative"},
+            "has no encoder before a decoder",
+        ),
+        ("t5", {"encoder_layers": 0, "positions": "rope"}, "is an encoder-decoder; use 1 or more"),
+    ],
+)
+def test_an_encoder_needs_its_family(name: str, override: dict[str, Any], message: str) -> None:
+    words = [f"model.override.{key}={value}" for key, value in override.items()]
+    run = ModelCandidate(RunConfig.load(None, [f"model.name={name}", *words]), 1)
+    assert any(message in each for each in all_broken(run))

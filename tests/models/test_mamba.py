@@ -118,6 +118,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ffn_dim": 0}, "ffn_dim = 0 conflicts with"),
     ({"mamba_state_dim": 0}, "mamba_state_dim = 0 conflicts with"),
     ({"mamba_groups": 5}, "mamba_groups = 5 does not divide mamba_heads = 16; use a divisor"),
+    ({"layer_pattern": "E*-"}, "mamba_dt_min = 0.001 conflicts with"),
+    ({"layer_pattern": "E*-", "mamba_conv": 3}, "mamba_conv = 3 conflicts with"),
     ({"mtp": 1}, "mtp = 1 conflicts with"),
     ({"window": 4}, "window = 4 conflicts with"),
     ({"bias": True}, "bias = True conflicts with"),

@@ -125,7 +125,7 @@ def recomputed_from_another_replica() -> None:
 
     def mixed(self: Any, x: Tensor, mesh: Any) -> Tensor:
         recomputed = torch._C._current_graph_task_id() >= 0
-        if recomputed and not self.to_local:
+        if recomputed and self.gradient is None:
             ranks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
             dist.all_gather(ranks, x.detach().contiguous())
             other = ranks[(dist.get_rank() + mesh.size()) % len(ranks)]
