@@ -444,6 +444,7 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
     if config.parallel.encoder_tp > 1:
         parallel["encoder_tp"] = choice["tp"]
+    eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},
@@ -455,6 +456,7 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
             "offload": choice["offload"],
         },
         float8={"recipe": choice["recipe"]},
+        compile={"enable": config.compile.enable and not eager},
     )
 
 
@@ -521,11 +523,13 @@ def _least_bytes(
     dense, experts = weights[0] / (tp * pp), weights[1] / (ep * pp)
     # Gathered weights and unsharded gradients; shards of weights, gradients and moments.
     frozen = config.lora.rank > 0  # adapters are small
-    whole = (2.0 if frozen else 6.0) if choice["zero"] == 1 else 0.0
     moments = min(sum(config.optim.state_bytes(hidden)) for hidden in (True, False))
     moments *= 1 - config.optim.offload
     own = ELEMENT[config.train.dtype] if frozen else 8.0 + moments
-    state = dense * (whole + own / shards) + experts * (whole + own / max(1, shards * tp / ep))
+    state = 0.0
+    for elements, over in ((dense, shards), (experts, max(1, shards * tp / ep))):
+        whole = 2.0 if frozen or over == 1 else 6.0  # gradients on one rank are whole anyway
+        state += elements * ((whole if choice["zero"] == 1 else 0.0) + own / over)
     mode = choice["mode"]
     tables = [
         [r for r in block(model, kind) if mode in r.modes and r.eager is not True]

@@ -112,7 +112,7 @@ def make_dispatcher(layers: ExpertLayers, mesh: Mesh) -> Dispatcher | None:
         return None
     kind = dispatcher_class(layers.dispatcher)
     settings = (mesh.expert_group(), ep, etp, layers.capacity, layers.float8)
-    if issubclass(kind, Hierarchical):
+    if isinstance(kind, type) and issubclass(kind, Hierarchical):
         return kind(*settings, inner=layers.inner, split=mesh.expert_hosts)
     return kind(*settings)
 
