@@ -151,7 +151,7 @@ class Model(Section):
 
     name: Text = "llama"
     """Model family: llama, qwen3, qwen3_5, gemma3, gpt, mixtral, qwen3_moe, qwen3_5_moe,
-    deepseek_v3, gpt_oss, bert, t5 or llava. Or a custom model: `MODULE:NAME`, a
+    deepseek_v3, gpt_oss, nemotron_h, bert, t5 or llava. Or a custom model: `MODULE:NAME`, a
     `dtron.models.ModelSpec` in a module of an installed package or of the working directory; or the
     name of an entry point of group `dtron.models`."""
     size: Text = "debug"

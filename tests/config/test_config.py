@@ -18,6 +18,7 @@ from dtron.config import Degree, RunConfig, fields, resolve_degrees, resolve_exp
 from dtron.errors import CheckpointError, ConfigError, cause_of
 from dtron.float8.compare import compare
 from dtron.io.filesystem import read_json
+from dtron.models import MODELS
 from dtron.parallelisms.pipeline.layout import _placement_of_csv
 from dtron.parallelisms.pipeline.schedules import read_csv
 from dtron.run.directory import check_not_moved
@@ -303,6 +304,8 @@ def test_gradients_that_no_ranks_share_do_not_travel(tmp_path: Path) -> None:
 
 def test_every_field_has_a_docstring() -> None:
     assert [key for key, _, doc in fields(RunConfig) if not doc] == []
+    (families,) = (doc for key, _, doc in fields(RunConfig) if key == "model.name")
+    assert set(MODELS) <= set(families.replace(",", " ").replace(".", " ").split())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

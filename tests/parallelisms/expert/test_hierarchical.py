@@ -212,7 +212,7 @@ def test_a_token_travels_once_to_each_host() -> None:
 
 
 def test_a_row_that_travels_twice_is_counted() -> None:
-    for found in run_ranks(4, between, True)[:2]:  # the second host is another one
+    for found in run_ranks(4, between, True)[:2]:  # ranks of the first host
         assert any(rows > pairs for rows, pairs in found)
 
 
