@@ -4,7 +4,7 @@ A recurrent layer's state decays by exp(g) at each token, g <= 0, and is zero at
 a document. Evaluated by chunks of C tokens, most of the work is matmuls: decays between the tokens
 of a chunk are a matrix, and between chunks only the state is passed on.
 
-Shapes: B sequences, T tokens, G groups of R heads, N chunks of C tokens.
+Shapes: B sequences, T tokens, G groups of R heads, N chunks of C tokens, K and P widths of a state.
 Source: state space duality, arXiv:2405.21060, section 6.
 """
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens of a chunk."""
+SPAN = 64
+"""Chunks whose states `states_before` computes at once."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,32 @@ def decays(g: Tensor, starts: Tensor | None) -> Decays:
         causal = causal & (number == number.transpose(-1, -2))
         since, until, kept = since * (number == 0), until * (number == last), kept * (last == 0)
     return Decays(between.masked_fill(~causal, float("-inf")).exp(), since, until, kept)
+
+
+def states_before(added: Tensor, kept: Tensor) -> Tensor:
+    """Return the states before each chunk of S <- kept S + added, from S = 0: as `added`.
+
+    The states of a span of chunks are one matmul with the decays between these chunks, so that the
+    host loops over spans only.
+
+    Args:
+        added: (B, N, G, R, K, P), what the tokens of a chunk add to the state after it.
+        kept: `Decays.kept`.
+    """
+    state, found = torch.zeros_like(added[:, :1]), []
+    for some, rates in zip(added.split(SPAN, 1), kept.split(SPAN, 1), strict=True):
+        n = some.shape[1]
+        order = torch.arange(n + 1, device=some.device)
+        rates = rates[..., 0, 0].movedim(1, -1).unsqueeze(-2)  # (B, G, R, 1, n)
+        # Row 0 is of the state before the span, row i of what chunk i - 1 adds; column t is before
+        # chunk t, after the decays of chunks i to t - 1.
+        decayed = torch.where(order[:n] >= order.unsqueeze(-1), rates, 1.0).cumprod(-1)
+        between = F.pad(decayed, (1, 0), value=1.0).triu()  # (B, G, R, n + 1, n + 1)
+        sources = torch.cat([state, some], 1)
+        states = torch.einsum("bgrit,bigrkp->btgrkp", between, sources)
+        found.append(states[:, :n])
+        state = states[:, n:]
+    return torch.cat(found, 1)
 
 
 def decay_gradient(between: Tensor, began: Tensor, ends: Tensor, whole: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtron.models.chunks import decay_gradient, decays, in_chunks, in_tokens
+from dtron.models.chunks import decay_gradient, decays, in_chunks, in_tokens, states_before
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """x (B, N, G, R, C, P), dt and g (B, N, G, R, C, 1), b and c (B, N, G, 1, C, K)."""
@@ -30,22 +30,6 @@ def _inputs(x: Tensor, dt: Tensor, g: Tensor, b: Tensor, c: Tensor) -> Inputs:
     by_head = (x, dt.unsqueeze(-1), g.unsqueeze(-1), b.unsqueeze(3), c.unsqueeze(3))
     x, dt, g, b, c = (in_chunks(each.to(wide)) for each in by_head)
     return x, dt, g, b, c
-
-
-def _states(written: Tensor, b: Tensor, kept: Tensor) -> Tensor:
-    """Return the states before each chunk, (B, N, G, R, K, P).
-
-    Args:
-        written: (B, N, G, R, C, P), what tokens add to the state, times b.
-        b: (B, N, G, R, C, K), decayed until the chunk ends.
-        kept: `Decays.kept`.
-    """
-    state = written.new_zeros(*written[:, 0].shape[:-2], b.shape[-1], written.shape[-1])
-    states = []
-    for n in range(written.shape[1]):
-        states.append(state)
-        state = state * kept[:, n] + b[:, n].mT @ written[:, n]
-    return torch.stack(states, 1)
 
 
 @torch.library.custom_op("dtron::state_space", mutates_args=())
@@ -70,7 +54,7 @@ def state_space(
     """
     like, (x, dt, g, b, c) = x, _inputs(x, dt, g, b, c)
     decay, written = decays(g, starts), dt * x
-    states = _states(written, b * decay.until, decay.kept)
+    states = states_before((b * decay.until).mT @ written, decay.kept)
     within = (c @ b.mT) * decay.pairs
     out = (c * decay.since) @ states + within @ written + d.to(x.dtype)[..., None, None] * x
     return in_tokens(out, like)
@@ -94,18 +78,16 @@ def state_space_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of x, dt, g, b, c and d; `grad`: (B, T, G, R, P), of the output.
 
-    It computes the states once more, then their gradients from the last chunk to the first.
+    It computes the states once more, then their gradients.
     """
     given, (x, dt, g, b, c) = (x, dt, g, b, c), _inputs(x, dt, g, b, c)
     out = in_chunks(grad.to(x.dtype))
     decay, written = decays(g, starts), dt * x
     b_until, c_since = b * decay.until, c * decay.since
-    states = _states(written, b_until, decay.kept)
-    to_next, state = [], torch.zeros_like(states[:, 0])  # gradient of the state after a chunk
-    for n in reversed(range(out.shape[1])):
-        to_next.append(state)
-        state = state * decay.kept[:, n] + c_since[:, n].mT @ out[:, n]
-    following = torch.stack(to_next[::-1], 1)
+    states = states_before(b_until.mT @ written, decay.kept)
+    # The gradient of the state after each chunk passes from the last chunk to the first.
+    to_states = c_since.mT @ out
+    following = states_before(to_states.flip(1), decay.kept.flip(1)).flip(1)
 
     products = c @ b.mT
     to_within = (out @ written.mT) * decay.pairs

@@ -25,7 +25,7 @@ which says how they were measured.
 
 from collections.abc import Mapping
 
-from dtron.models.chunks import CHUNK
+from dtron.models.chunks import CHUNK, SPAN
 from dtron.models.config import LayerKind
 from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
@@ -43,9 +43,9 @@ ROUTED = (32, 18)
 sizes, matmuls of experts."""
 KERNELS = (3, 6)
 """Kernels of a graph per matmul, including the matmul, in (forward, backward)."""
-SCAN = {"delta": (6, 15), "mamba": (3, 6)}
-"""Eager operations per chunk of a recurrent layer's scan over the sequence in (forward, backward,
-which scans twice)."""
+SCAN = {"delta": (CHUNK, 6, 15), "mamba": (CHUNK * SPAN, 12, 24)}
+"""A recurrent layer's scan over the sequence: tokens of an iteration, and its eager operations in
+the forward and in the backward, which scans twice."""
 ROUTING = 39
 """Kernels of a router's forward: scores, choice, loads, order of token copies."""
 
@@ -128,8 +128,9 @@ def _of_layer(run: Resolved, layer: int) -> dict[str, float]:
         kernels += chunks * KERNELS[0] * len(in_chunks(run, layer))
     found = {"operation": 0.0, "counts": 0.0}
     if run.kind(layer).recurrent and run.model.delta_kernel == "torch":
-        chunks, scan = -(-run.config.train.seq_len // CHUNK), SCAN[run.kind(layer).mixer]
-        found["operation"] += chunks * ((2 if again else 1) * scan[0] + scan[1])
+        tokens, once, reverse = SCAN[run.kind(layer).mixer]
+        operations = (2 if again else 1) * once + reverse
+        found["operation"] += -(-run.config.train.seq_len // tokens) * operations
     if leaves:
         found["operation"] += forwards * ROUTED[0] + ROUTED[1]
         found["counts"] = forwards

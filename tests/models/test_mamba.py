@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtron.errors import ConfigError
-from dtron.models import BACKENDS, model_config
+from dtron.models import BACKENDS, chunks, model_config
 from dtron.models.chunks import CHUNK
 from dtron.models.recurrent import causal_convolution
 from dtron.models.state_space import state_space
@@ -54,7 +54,11 @@ def inputs(length: int) -> tuple[Tensor, ...]:
         (3 * CHUNK + 9, (3, CHUNK, 2 * CHUNK, 2 * CHUNK + 1)),
     ],
 )
-def test_chunks_equal_the_recurrence(length: int, documents: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("span", [2, chunks.SPAN])
+def test_chunks_equal_the_recurrence(
+    length: int, documents: tuple[int, ...] | None, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "SPAN", span)
     starts = None
     if documents is not None:  # the second sequence has other documents
         starts = torch.zeros(B, length, dtype=torch.bool)
