@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.grouped import grouped_gradient
+from dtron.kernels.grouped_accumulate import grouped_multiply_into
 from dtron.parallelisms.fsdp.torch_internals import GradientSum, gradient_sums
 from dtron.parallelisms.gradients import local_part
 
@@ -91,6 +92,18 @@ class GroupedMatmul(DeferredMatmul):
         """Return the gradients of all experts, (E, out, in)."""
         return grouped_gradient(self.grad, self.x, self.offsets)
 
+    def add_to(self, total: Tensor) -> None:
+        """Add the gradients to `total` (E, out, in), in the matmul."""
+        grouped_multiply_into(total, self.grad, self.x, self.offsets, add=True)
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradients (E, out, in) in `dtype`, not rounded where a kernel allows it."""
+        total = self.grad.new_empty(
+            len(self.offsets), self.grad.shape[1], self.x.shape[1], dtype=dtype
+        )
+        grouped_multiply_into(total, self.grad, self.x, self.offsets, add=False)
+        return total
+
 
 _Queued = tuple[Tensor, DeferredMatmul, GradientSum | None]
 """(parameter, deferred matmul, FSDP's sum to which its result is added; None: to the `.grad`)"""
@@ -131,8 +144,8 @@ class WeightGradients:
     def add_to_sums(self, stage: nn.Module) -> None:
         """Add weight gradients to FSDP's sums over micro-batches from now on, not to `.grad`.
 
-        The matmul of a linear then adds its float32 result to the sum: its gradient is not rounded
-        to the dtype of computation, and is neither written nor added separately.
+        The matmul of a linear or of experts then adds its float32 result to the sum: its gradient
+        is not rounded to the dtype of computation, and is neither written nor added separately.
 
         Args:
             stage: the module that contains all layers, after `fully_shard`.
