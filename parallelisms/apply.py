@@ -268,6 +268,9 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     results = {
         s: _apply_to_stage(s, part, selection, mesh, passes, offload) for s, part in parts.items()
     }
+    deferred = {s: result.deferred for s, result in results.items() if result.deferred}
+    overlaps = passes.parallel.overlap_micro_batches
+    experts = deferred.get(0) if passes.layout is None else None
     return Applied(
         parts,
         units=sum(result.units for result in results.values()),
@@ -278,11 +281,11 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         partial_experts=_partial_experts(model, selection.experts, mesh, passes),
         names=stages.names,
         shared=SharedWeights.of(stages, parts, ranks, pp),
-        deferred={s: result.deferred for s, result in results.items() if result.deferred},
+        deferred=deferred,
         loss_in_head=passes.loss is not None,
         offload=offload,
         dispatcher=selection.dispatcher,
-        overlap=_overlap(parts, selection, mesh) if passes.parallel.overlap_micro_batches else None,
+        overlap=_overlap(parts, selection, mesh, experts) if overlaps else None,
     )
 
 
@@ -328,7 +331,6 @@ def _apply_to_stage(
     """Apply the passes to the selected modules that are in this stage."""
     modules = present(dict(part.named_modules()))
     dispatcher, tp_plan = selection.dispatcher, selection.tp_plan
-    split = passes.layout.deferred(stage, part) if passes.layout else []
     if tp_plan.rows:
         overlap = passes.parallel.async_tp
         apply_tensor_parallel(part, mesh.flat("tp"), tp_plan, passes.replicas, overlap, mesh.heads)
@@ -342,6 +344,9 @@ def _apply_to_stage(
         apply_context(cores, passes.context, mesh.size("cp"), mesh.context, mesh.device_type)
     if recurrent := [modules[name] for name in selection.recurrent if name in modules]:
         apply_recurrent_context(recurrent, mesh.context(mesh.size("cp"))[1])
+    split = passes.layout.deferred(stage, part) if passes.layout else []
+    if passes.layout is None and passes.parallel.overlap_micro_batches:
+        split = list(expert_modules.values())
     deferred = defer(split, passes.compile.enable) if split else None
     summed = [deferred] if deferred else []
     if passes.parallel.accumulate_in_matmul:
@@ -385,7 +390,12 @@ def _apply_to_stage(
     return _StageResult(len(units), recomputed, compiled, deferred)
 
 
-def _overlap(parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh) -> BlockOverlap:
+def _overlap(
+    parts: Mapping[int, nn.Module],
+    selection: _Selection,
+    mesh: Mesh,
+    deferred: WeightGradients | None,
+) -> BlockOverlap:
     """Return what runs two micro-batches together, after all other passes; a collective.
 
     Blocks of multi-token prediction are not cut off: they run with the head.
@@ -400,11 +410,12 @@ def _overlap(parts: Mapping[int, nn.Module], selection: _Selection, mesh: Mesh) 
         if name in selection.blocks and not getattr(module, "in_training_alone", False)
     ]
     device = torch.device(mesh.device_type)
-    return BlockOverlap(parts.values(), blocks, selection.dispatcher, groups, device)
+    return BlockOverlap(parts.values(), blocks, selection.dispatcher, groups, device, deferred)
 
 
 def _inductor_options(passes: Passes, dispatcher: Dispatcher | None) -> dict[str, Any]:
-    splits = passes.layout is not None and passes.layout.splits_backward
+    layout = passes.layout
+    splits = layout.splits_backward if layout else passes.parallel.overlap_micro_batches
     in_graph = dispatcher is not None and in_graphs(dispatcher)
     return {**(COMPILE_OPTIONS if splits else {}), **(IN_ORDER if in_graph else {})}
 

@@ -22,10 +22,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dtron.bench.intervals import Interval
 from dtron.errors import DataError
 from dtron.io.untrusted import TRACE_BYTES, parse, read_bytes
 from dtron.run.profiler import MARK
@@ -34,22 +35,32 @@ COMMUNICATION = "communication"
 COMPUTE = ("GEMM", "attention", "loss", "optimizer", "copies", "elementwise")
 """Classes of computation; of concurrent kernels, the class that is first in this list counts."""
 
-# The first row with a matching pattern decides; kernels without a match are elementwise.
-CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (name, re.compile(pattern, re.IGNORECASE))
-    for name, pattern in (
-        (COMMUNICATION, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce|PtoP|p2p"),
-        (COMMUNICATION, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel|^pulled_"),
-        (COMMUNICATION, r"memcpy (HtoD|DtoH)"),  # copies to or from the host, such as offload's
-        ("attention", r"flash|fmha|attention|sdpa"),
-        ("attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),
-        ("loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),
-        ("optimizer", r"adam|sgd"),
-        ("copies", r"memcpy|memset|split_with_sizes_copy|chunk_cat|CatArray|fsdp::"),
-        ("copies", r"multi_tensor_apply.*copy|copy_device|direct_copy"),
-        ("copies", r"aten::(_foreach_)?(copy_|_to_copy|clone|cat)$"),
-        ("GEMM", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem_.*mm"),
-        ("GEMM", r"aten::(mm|bmm|addmm|baddbmm|_(scaled_)?(grouped_)?mm(_v2)?)(_out)?$"),
+DISPATCH, COLLECTIVES, EXPERTS = "dispatch and combine", "collectives", "experts"
+"""Parts of classes: all-to-alls and pulls of tokens (and transfers between pipeline stages, whose
+kernels have the same names), other communication of GPUs, and grouped GEMMs."""
+
+# (class, part of the class, pattern). The first row with a matching pattern decides; kernels
+# without a match are elementwise.
+CLASSES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
+    (name, part, re.compile(pattern, re.IGNORECASE))
+    for name, part, pattern in (
+        (COMMUNICATION, DISPATCH, r"nccl.*SendRecv|^gloo:(all_to_all|send|recv)|^pulled_"),
+        (COMMUNICATION, DISPATCH, r"symmetric_memory|barrier_kernel|(put|wait)_signal_kernel"),
+        (COMMUNICATION, COLLECTIVES, r"nccl|^gloo:|symm_mem|multimem|(one|two)_shot_all_reduce"),
+        (COMMUNICATION, COLLECTIVES, r"PtoP|p2p"),
+        # copies to or from the host, such as offload's
+        (COMMUNICATION, "copies to or from the host", r"memcpy (HtoD|DtoH)"),
+        ("attention", "attention", r"flash|fmha|attention|sdpa"),
+        ("attention", "attention", r"cudnn::fusion::(compute_dot_do_o|convert_dq)"),
+        ("loss", "loss", r"log_?softmax|prepare_softmax|nll_loss|cross_entropy"),
+        ("optimizer", "optimizer", r"adam|sgd"),
+        ("copies", "copies", r"memcpy|memset|split_with_sizes_copy|chunk_cat|CatArray|fsdp::"),
+        ("copies", "copies", r"multi_tensor_apply.*copy|copy_device|direct_copy"),
+        ("copies", "copies", r"aten::(_foreach_)?(copy_|_to_copy|clone|cat)$"),
+        ("GEMM", EXPERTS, r"grouped_gemm|GroupProblemShape|triton_tem_.*grouped_mm"),
+        ("GEMM", EXPERTS, r"aten::_(scaled_)?grouped_mm"),
+        ("GEMM", "GEMM", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem_.*mm"),
+        ("GEMM", "GEMM", r"aten::(mm|bmm|addmm|baddbmm|_(scaled_)?(grouped_)?mm(_v2)?)(_out)?$"),
     )
 )
 # In a phase of _PHASES, the name of the phase replaces these classes.
@@ -57,6 +68,7 @@ _UNTOLD = ("elementwise", "copies")
 _PHASES = ("optimizer", "loss")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH = ("cuda_runtime", "cuda_driver")
+_WAIT = re.compile(r"Synchronize|^cudaMemcpy$|^cudaFree$")
 _DISPATCH = re.compile(r"^_?c10d")  # operators that pass a collective to another thread
 
 
@@ -71,6 +83,14 @@ class Span:
     name: str
     work: tuple[Any, ...]
     """Name, grid, block, input shapes and bytes: equal for spans of identical calls."""
+    track: str = ""
+    """The CUDA stream, or the thread, that it ran on."""
+
+    @property
+    def part(self) -> str:
+        """The part of the class, for timelines: a second column of CLASSES, or the class."""
+        kind, part = _row(self.name)
+        return part if kind == self.kind else self.kind
 
 
 @dataclass(frozen=True)
@@ -82,12 +102,22 @@ class Trace:
     spans: list[Span]
     windows: list[tuple[float, float]]
     """Disjoint windows of the steps, in order."""
+    host: tuple[Interval, ...] = ()
+    """When the host calls the CUDA runtime; empty for CPU traces."""
+    waits: tuple[Interval, ...] = ()
+    """Those of these calls that wait for the device."""
 
 
 def classify(name: str, phase: str = "") -> str:
     """Return the class of a kernel or operator launched in a phase of the step."""
-    kind = next((kind for kind, pattern in CLASSES if pattern.search(name)), "elementwise")
+    kind, _ = _row(name)
     return phase if kind in _UNTOLD and phase in _PHASES else kind
+
+
+def _row(name: str) -> tuple[str, str]:
+    """Return the class of a name without phase, and its part."""
+    found = (row[:2] for row in CLASSES if row[2].search(name))
+    return next(found, ("elementwise", "elementwise"))
 
 
 def read_trace(path: Path) -> Trace:
@@ -167,11 +197,14 @@ def _device_trace(events: list[dict[str, Any]]) -> Trace:
             shapes.get(arguments.get("External id")),
             arguments.get("bytes"),
         )
-        spans.append(Span(begin, end, classify(name, marks.phase(launched)), name, work))
+        kind, track = classify(name, marks.phase(launched)), f"stream {event.get('tid')}"
+        spans.append(Span(begin, end, kind, name, work, track))
         if (step := marks.step(launched)) is not None:
             ends[step] = max(ends[step], end)
     windows = [(a, b) for a, b in itertools.pairwise(ends) if 0 < a < b]
-    return Trace("cuda", spans, windows)
+    calls = [(e["name"], (e["ts"], e["ts"] + e["dur"])) for e in events if e.get("cat") in _LAUNCH]
+    waits = (interval for name, interval in calls if _WAIT.search(name))
+    return Trace("cuda", spans, windows, tuple(interval for _, interval in calls), tuple(waits))
 
 
 # -- CPU -------------------------------------------------------------------------------------------
@@ -185,7 +218,7 @@ def _host_trace(events: list[dict[str, Any]]) -> Trace:
         if event.get("cat") == "user_annotation" and event["name"].startswith("gloo:")
     ]
     spans = [
-        Span(e["ts"], e["ts"] + e["dur"], COMMUNICATION, e["name"], (e["name"],))
+        Span(e["ts"], e["ts"] + e["dur"], COMMUNICATION, e["name"], (e["name"],), _thread(e["tid"]))
         for e in collectives
     ]
     elsewhere = {event["tid"] for event in collectives}
@@ -196,8 +229,13 @@ def _host_trace(events: list[dict[str, Any]]) -> Trace:
     for thread, operators in threads.items():
         # gloo's threads also compute sums, which are marked and count as communication.
         if thread not in elsewhere:
-            spans += _own_times(operators, marks)
+            own = _own_times(operators, marks)
+            spans += [replace(span, track=_thread(thread)) for span in own]
     return Trace("cpu", spans, marks.steps)
+
+
+def _thread(number: Any) -> str:
+    return f"thread {number}"
 
 
 def _own_times(operators: list[dict[str, Any]], marks: _PhaseMarks) -> list[Span]:

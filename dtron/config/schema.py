@@ -251,8 +251,8 @@ class Parallel(Section):
     `reduce_by = "all_to_all"`."""
     accumulate_in_matmul: bool = False
     """If gradients of several micro-batches are summed before their reduction: the matmul of a
-    linear's weight gradient adds to the float32 sum, without a bfloat16 gradient in between. Saves
-    memory traffic and one rounding per micro-batch."""
+    linear's or an expert's weight gradient adds to the float32 sum, without a bfloat16 gradient in
+    between. Saves memory traffic and one rounding per micro-batch."""
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""

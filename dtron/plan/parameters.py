@@ -92,6 +92,8 @@ class Unit:
     once more after an all-gather and before a reduction."""
     added: int = 0
     """Elements of `trained_gathered` whose gradient the matmul adds to a sum of micro-batches."""
+    added_experts: int = 0
+    """Elements of `trained_experts_gathered` that are also in `added`."""
 
     @property
     def dense(self) -> tuple[int, int]:
@@ -271,6 +273,7 @@ def _sizes_of(
         sizes.shard * sizes.hidden,
         sizes.gathered * sizes.columns,
         sizes.gathered * sizes.added,
+        sizes.gathered * (sizes.added and sizes.separate),
     )
 
 
@@ -313,14 +316,16 @@ def _sizes(run: Resolved, part: PartKind, parameter: Parameter, layer: int | Non
 
 
 def _adds_in_matmul(run: Resolved, part: PartKind, parameter: Parameter, layer: int | None) -> bool:
-    """Whether a parameter is a linear's weight on which `parallel.accumulate_in_matmul` acts.
+    """Whether a parameter is a matrix on which `parallel.accumulate_in_matmul` acts.
 
     Embeddings have no matmul, not even tied ones here; a chunked head adds up its own gradient;
-    float8 matmuls and grouped matmuls cannot add to a float32 sum.
+    float8 matmuls cannot add to a float32 sum, nor grouped ones with operands in float32.
     """
-    linear = len(parameter.shape) == 2 and parameter.trained and not parameter.expert
-    if not run.config.parallel.accumulate_in_matmul or not linear or part == "embedding":
+    matrix = len(parameter.shape) == (3 if parameter.expert else 2) and parameter.trained
+    if not run.config.parallel.accumulate_in_matmul or not matrix or part == "embedding":
         return False
+    if parameter.expert:
+        return run.config.train.dtype == "bfloat16" and not run.config.float8.experts
     if part == "head" and run.config.train.loss_chunks > 1:
         return False
     recipe = run.config.float8.recipe

@@ -438,7 +438,6 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     later = run.element + (4 + 12 if policy.reduce_each_micro_batch else 8)
     kept = run.element + 4 + (m - 1) * later
     in_matmul = m * (sums - run.element) + (m - 1) * sums
-    in_matmul += 0 if run.keeps_dense else 2 * sums
     turned = 2 * (sums if summed else m * run.element)
     found = 0.0
     for stage in run.stages_of(rank):
@@ -451,8 +450,10 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                 else:  # cast, and kept until the backward
                     weight = (1 if policy.keep_gathered else m) * (4 + run.element)
                 found += whole * weight + trained * (kept if keeps else gradient)
-            if summed:
-                found += unit.added * (in_matmul - (kept if run.keeps_dense else gradient))
+            dense, experts = unit.added - unit.added_experts, unit.added_experts
+            for added, keeps in ((dense, run.keeps_dense), (experts, run.keeps_experts)):
+                change = in_matmul - kept if keeps else in_matmul + 2 * sums - gradient
+                found += added * change if summed else 0
             found += unit.columns * 2 * times * run.element
             found += unit.columns * turned if not run.frozen else 0
             found -= 2 * times * (run.element - 1) * unit.narrow

@@ -834,6 +834,8 @@ def _adds_in_no_matmul(run: ModelCandidate) -> bool:
         return False
     if plan.recipe.grad_weight is None or config.float8.filter == "auto":
         return False
+    if run.model.n_experts and not config.float8.experts:
+        return False
     computed_in_loss = {run.spec.head[-1]} if config.train.loss_chunks > 1 else set()
     return not set(plan.unconverted) - computed_in_loss
 

@@ -6,6 +6,7 @@
     reduce_gradients        run the reduction of a backward's end separately, in a pipeline schedule
     part_of_backward        run a backward in several calls of autograd; `end_backward` ends it
     accumulate_on           the CUDA stream on which autograd adds gradients of parameters
+    before_reductions       a call before FSDP takes the gradients of a unit
     bypass_reduction        skip the reduction for parameters that are not sharded
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
@@ -241,14 +242,23 @@ def accumulate_on(root: nn.Module, stream: torch.cuda.Stream) -> list[Any] | Non
     trained = [p for g in groups for p in g.fsdp_params if p.sharded_param.requires_grad]
     if not all(map(_is_unsharded, trained)):
         return None
-    for group in groups:
-        group.post_backward = functools.partial(_wait_and_call, stream, group.post_backward)
+    before_reductions(root, lambda: torch.cuda.current_stream().wait_stream(stream))
     with torch.cuda.stream(stream):
         return [torch.autograd.graph.get_gradient_edge(p.unsharded_param).node for p in trained]
 
 
-def _wait_and_call(stream: torch.cuda.Stream, post_backward: Callable[[], None], *_: Any) -> None:
-    torch.cuda.current_stream().wait_stream(stream)
+def before_reductions(root: nn.Module, call: Callable[[], None]) -> None:
+    """Make FSDP call `call` at the end of each unit's backward, before it takes the gradients.
+
+    The backward of the unit's modules is complete by then: FSDP waits for the gradient of their
+    inputs.
+    """
+    for group in parameter_groups(root):
+        group.post_backward = functools.partial(_call_before, call, group.post_backward)
+
+
+def _call_before(call: Callable[[], None], post_backward: Callable[[], None], *_: Any) -> None:
+    call()
     post_backward()
 
 

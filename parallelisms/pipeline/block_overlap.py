@@ -22,6 +22,12 @@ outlives it (counts of routers, the loss), and only the backward adds gradients.
 collectives of one group one after another: a lane would wait for the other's computation. All ranks
 issue the collectives of both groups in the same order.
 
+**Weight gradients of experts.** Without a pipeline they are queued (`split_backward.py`). The lane
+sends the gradients of tokens back first; while these travel, a third stream computes the weight
+gradients. It starts when the last one of the block is queued, and the lane waits for it at the end
+of the block's backward, where FSDP takes the gradients. The host issues them there too, so that the
+graphs of compiled blocks do not change; the GPU is usually behind the host by then.
+
 **Memory.** Activations of two micro-batches, and both lanes have their own pool of free memory.
 
 **FSDP.** Parameters stay gathered, and gradients are reduced in the last backward of the step,
@@ -46,10 +52,15 @@ from dtron.errors import ConfigError
 from dtron.parallelisms.expert.dispatcher import Dispatcher
 from dtron.parallelisms.fsdp.torch_internals import (
     accumulate_on,
+    before_reductions,
     end_backward,
     fsdp_units,
     part_of_backward,
 )
+from dtron.parallelisms.pipeline.weight_gradients import WeightGradients
+
+_PART = "part of a backward"
+"""Key of its queued weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,8 @@ class BlockOverlap:
         blocks: their blocks, at whose inputs graphs are cut.
         dispatcher: sends tokens to experts.
         groups: two process groups of the dispatcher's ranks.
+        deferred: queues of the experts' weight gradients, of a model without a pipeline; None: they
+            are not deferred, or by the pipeline's schedule.
     """
 
     def __init__(
@@ -123,13 +136,16 @@ class BlockOverlap:
         dispatcher: Dispatcher,
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
+        deferred: WeightGradients | None = None,
     ) -> None:
-        self.dispatcher = dispatcher
+        self.dispatcher, self.deferred = dispatcher, deferred
         self._units = {root: fsdp_units(root) for root in roots}
         streams: list[torch.cuda.Stream | None] = [None, None]
         self._adds: torch.cuda.Stream | None = None
-        """The stream on which autograd adds gradients of parameters."""
+        """The stream on which gradients of parameters are added."""
+        self._queued: torch.cuda.Event | None = None
         if device.type == "cuda":
+            self._queued = torch.cuda.Event()
             streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
             self._adds = torch.cuda.Stream(device)
             # Autograd would warn in each step that gradients are added on another stream.
@@ -142,6 +158,8 @@ class BlockOverlap:
         """The lane in which work is issued."""
         self._forward: Tape | None = None
         self._backward: Tape | None = None
+        for root in self._units if deferred is not None else ():
+            before_reductions(root, self._add_weight_gradients)
         for block in blocks:  # a compiled block calls the hook, but does not trace it
             hook: Any = torch.compiler.disable(self._before_block)
             block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -193,7 +211,7 @@ class BlockOverlap:
         self._join()
         with self._in_lane(tape.lane):
             while tape.parts:
-                tape.run_part()
+                self._run(tape)
         self._join()
         del held
         end_backward(tape.units[0])
@@ -218,8 +236,30 @@ class BlockOverlap:
         if self._backward is None or not self._backward.parts:
             return False
         with self._in_lane(self._backward.lane):
-            self._backward.run_part()
+            self._run(self._backward)
         return True
+
+    def _run(self, tape: Tape) -> None:
+        """Run a part of a backward, with the weight gradients that it defers."""
+        if self.deferred is None:
+            tape.run_part()
+            return
+        with self.deferred.collect(_PART, self._queued):
+            tape.run_part()
+        self.deferred.run(_PART)  # those of experts in FSDP's root unit
+
+    def _add_weight_gradients(self) -> None:
+        """Compute the queued weight gradients, and let the lane wait for them."""
+        if self.deferred is None or not self.deferred.collected:
+            return
+        if self._adds is None or self._queued is None:
+            self.deferred.run_collected()
+            return
+        self._adds.wait_event(self._queued)
+        with torch.cuda.stream(self._adds):
+            self.deferred.run_collected()
+        # Operands belong to the lane's memory, which is used again only after this wait.
+        torch.cuda.current_stream().wait_stream(self._adds)
 
     @contextmanager
     def _in_lane(self, index: int) -> Iterator[None]:

@@ -116,8 +116,8 @@ def accumulate_in_matmuls(stage: nn.Module, compiled: bool = False) -> WeightGra
     """Make layers compute their weight gradients outside of autograd, immediately, in place.
 
     After `WeightGradients.add_to_sums` their matmuls add to FSDP's sums over micro-batches. This
-    concerns nn.Linear, and float8 layers whose recipe keeps the weight gradient in high precision.
-    Layers that `defer` has replaced, experts, and layers whose weight gradient overlaps with
+    concerns nn.Linear, experts, and float8 layers whose recipe keeps the weight gradient in high
+    precision. Layers that `defer` has replaced, and layers whose weight gradient overlaps with
     communication or is a float8 matmul, whose kernels cannot add to a sum, are unchanged.
 
     Args:
@@ -129,6 +129,9 @@ def accumulate_in_matmuls(stage: nn.Module, compiled: bool = False) -> WeightGra
             module.forward = _DeferringLinearForward(module, gradients).forward
         elif isinstance(module, DeferringLinear) and module.adds_in_matmul and not module.site:
             module.defer_weight_gradient(gradients)
+        elif getattr(module, "multiply", None) is grouped_matmul and "product" not in vars(module):
+            experts = _DeferringExperts(module, gradients, _deferred_grouped_matmul)
+            module.product = experts.product  # type: ignore[assignment]
     return gradients
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from dtron.kernels.accumulate import multiply_into
 from dtron.kernels.grouped import grouped_gradient
+from dtron.kernels.grouped_accumulate import grouped_multiply_into
 from dtron.parallelisms.fsdp.torch_internals import GradientSum, gradient_sums
 from dtron.parallelisms.gradients import local_part
 
@@ -91,6 +92,18 @@ class GroupedMatmul(DeferredMatmul):
         """Return the gradients of all experts, (E, out, in)."""
         return grouped_gradient(self.grad, self.x, self.offsets)
 
+    def add_to(self, total: Tensor) -> None:
+        """Add the gradients to `total` (E, out, in), in the matmul."""
+        grouped_multiply_into(total, self.grad, self.x, self.offsets, add=True)
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradients (E, out, in) in `dtype`, not rounded where a kernel allows it."""
+        total = self.grad.new_empty(
+            len(self.offsets), self.grad.shape[1], self.x.shape[1], dtype=dtype
+        )
+        grouped_multiply_into(total, self.grad, self.x, self.offsets, add=False)
+        return total
+
 
 _Queued = tuple[Tensor, DeferredMatmul, GradientSum | None]
 """(parameter, deferred matmul, FSDP's sum to which its result is added; None: to the `.grad`)"""
@@ -107,30 +120,32 @@ class WeightGradients:
         self.sites: list[Site] = []
         self._queues: dict[Hashable, deque[_Queued]] = {}
         self._collecting: deque[_Queued] | None = None
+        self._queued: torch.cuda.Event | None = None
 
     @contextmanager
-    def collect(self, key: Hashable) -> Iterator[None]:
+    def collect(self, key: Hashable, queued: torch.cuda.Event | None = None) -> Iterator[None]:
         """Context manager: queue the weight gradients of the backward inside it.
 
         Args:
             key: the micro-batch; several micro-batches may be in flight.
+            queued: recorded whenever a weight gradient is queued, after its operands.
         Raises:
             RuntimeError: contexts are nested, or weight gradients of this key are still queued.
         """
         if self._collecting is not None or key in self._queues:
             raise RuntimeError(f"collect({key}): already collecting, or run({key}) is missing")
-        self._collecting = deque()
+        self._collecting, self._queued = deque(), queued
         try:
             yield
             self._queues[key] = self._collecting
         finally:
-            self._collecting = None
+            self._collecting = self._queued = None
 
     def add_to_sums(self, stage: nn.Module) -> None:
         """Add weight gradients to FSDP's sums over micro-batches from now on, not to `.grad`.
 
-        The matmul of a linear then adds its float32 result to the sum: its gradient is not rounded
-        to the dtype of computation, and is neither written nor added separately.
+        The matmul of a linear or of experts then adds its float32 result to the sum: its gradient
+        is not rounded to the dtype of computation, and is neither written nor added separately.
 
         Args:
             stage: the module that contains all layers, after `fully_shard`.
@@ -149,9 +164,16 @@ class WeightGradients:
         """
         if key not in self._queues:
             raise RuntimeError(f"no weight gradients of micro-batch {key} are queued")
-        queue = self._queues.pop(key)
-        while queue:
-            _add_weight_gradient(*queue.popleft())
+        _run(self._queues.pop(key))
+
+    def run_collected(self) -> None:
+        """Inside of `collect`, compute and add what is queued so far, as `run` does."""
+        _run(self._collecting or deque())
+
+    @property
+    def collected(self) -> int:
+        """Number of weight gradients that the current `collect` has queued; 0 outside of it."""
+        return len(self._collecting or ())
 
     def pending(self, key: Hashable) -> int:
         """Return the number of queued weight gradients of a micro-batch."""
@@ -170,6 +192,8 @@ class WeightGradients:
             _add_weight_gradient(weight, matmul, total)
         else:
             self._collecting.append((weight, matmul, total))
+            if self._queued is not None:
+                self._queued.record()
 
 
 class Site:
@@ -300,6 +324,11 @@ torch.library.impl("dtron::queue_weight_gradient", "default", run_queue_weight_g
 @torch.library.register_fake("dtron::queue_weight_gradient")
 def _(needed: Tensor, operands: Sequence[Tensor], number: Tensor, call: Tensor) -> None:
     pass
+
+
+def _run(queue: deque[_Queued]) -> None:
+    while queue:
+        _add_weight_gradient(*queue.popleft())
 
 
 @torch.no_grad()

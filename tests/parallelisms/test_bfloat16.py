@@ -27,7 +27,7 @@ ROWS: list[tuple[int, Keys, list[str]]] = [
     (2, {"pp": 2, "schedule": V}, ["deepseek_v3"]),
     (2, {"tp": 2}, ["llama", "mixtral", "deepseek_v3", "gpt_oss", "llava"]),
     (2, {"tp": 2, "sequence_parallel": False}, ["gpt", "bert", "t5"]),
-    (2, {"tp": 2, "accumulate_in_matmul": True}, ["gpt"]),
+    (2, {"tp": 2, "accumulate_in_matmul": True}, ["gpt", "mixtral"]),
     (2, {"pp": 2, "schedule": V, "accumulate_in_matmul": True}, ["qwen3"]),
     (2, {"cp": 2, "cp_method": "ring"}, ["qwen3_moe", "qwen3_5"]),
     (2, {"cp": 2, "cp_method": "all_gather"}, ["qwen3", "gemma3"]),

@@ -185,6 +185,34 @@ def weight_gradient_dropped() -> None:
     WeightGradients.run = most  # type: ignore[method-assign]
 
 
+def expert_gradients_lost() -> None:
+    """Deferred weight gradients of experts are never computed, those of a step's last block."""
+    run = WeightGradients.run_collected
+    lost = set()
+
+    def forget(self: WeightGradients) -> None:
+        if self not in lost:
+            assert self._collecting
+            self._collecting.clear()
+        lost.add(self)
+        run(self)
+
+    WeightGradients.run_collected = forget  # type: ignore[method-assign]
+
+
+def expert_gradients_computed_twice() -> None:
+    """Deferred weight gradients of experts stay queued."""
+    run = WeightGradients.run_collected
+
+    def twice(self: WeightGradients) -> None:
+        queued = list(self._collecting or ())
+        run(self)
+        if self._collecting is not None:
+            self._collecting.extend(queued)
+
+    WeightGradients.run_collected = twice  # type: ignore[method-assign]
+
+
 def head_gradient_not_reduced() -> None:
     """The gradient of the hidden states by a rank's own columns is taken for the whole."""
     local = head_loss._local
@@ -910,6 +938,8 @@ BUGS = [
     Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),
     Bug(gradients_of_the_micro_batch_before, TOGETHER, r"gradient (?!blocks\.2\.|norm|head).*"),
     Bug(gradient_added_twice, TOGETHER, r"gradient embed\.weight"),
+    Bug(expert_gradients_lost, TOGETHER, EXPERTS),
+    Bug(expert_gradients_computed_twice, TOGETHER, EXPERTS),
     Bug(padding_not_masked, PADDED, r".*embed\.weight: padded rows are not zero"),
 ]
 

@@ -12,10 +12,12 @@ from dtron.bench.kernels.problem import (
     by_autograd,
     needs_triton,
     normal,
+    own_sum,
     seeded,
 )
 from dtron.kernels.float8_rows import packed
-from dtron.kernels.grouped import grouped_matmul
+from dtron.kernels.grouped import grouped_gradient, grouped_matmul
+from dtron.kernels.grouped_accumulate import grouped_multiply_into
 from dtron.kernels.peer_gather import packed_rows_of_peers, rows_of_peers, rows_of_pointers
 from dtron.kernels.permute import inverse_of, repeated
 
@@ -120,6 +122,21 @@ def _experts_bytes(x: Tensor, weight: Tensor, _: Tensor, grad: Tensor) -> Figure
     return forward, forward + x.nbytes + weight.nbytes
 
 
+def _draw_gradients(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Draw sums (E, out, in) in float32, gradients (N, out), inputs (N, in), and end offsets."""
+    x, weight, ends, grad = (tensor.detach() for tensor in _draw_experts(shape, dtype, device))
+    return [weight.float(), grad, x, ends]
+
+
+def _added_after(total: Tensor, *operands: Tensor) -> Tensors:
+    return [total.add_(grouped_gradient(*operands))]
+
+
+def _added_in_matmul(total: Tensor, *operands: Tensor) -> Tensors:
+    grouped_multiply_into(total, *operands, add=True)
+    return [total]
+
+
 PERMUTE = Problem(
     modules=("permute", "permute_triton"),
     dims="tokens, width, experts per token",
@@ -151,4 +168,21 @@ EXPERTS = Problem(
         KernelRow("batched", _batched, _batched_backward),
         KernelRow("grouped", lambda *inputs: [grouped_matmul(*inputs[:3])], by_autograd),
     ),
+)
+
+GRADIENT_SUMS = Problem(
+    modules=("grouped_accumulate", "grouped_accumulate_triton"),
+    dims="rows, experts, width in, width out",
+    # The half of DeepSeek-V2-Lite's experts that one of two ranks has, and their rows.
+    shapes={"cuda": (98304, 32, 2048, 1408), "cpu": (512, 4, 64, 32)},
+    draw=_draw_gradients,
+    flops=lambda shape: (_experts_flops(shape)[0],),
+    # The sum is read and written.
+    n_bytes=lambda total, grad, x, _: (2.0 * total.nbytes + grad.nbytes + x.nbytes,),
+    reference="separate",
+    rows=(
+        KernelRow("separate", _added_after, inputs=own_sum),
+        KernelRow("in the matmul", _added_in_matmul, None, needs_triton, own_sum),
+    ),
+    parts=("matmul and sum",),
 )

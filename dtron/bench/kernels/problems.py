@@ -17,4 +17,5 @@ PROBLEMS: dict[str, Problem] = {
     "float8 rows": float8.ROWS,
     "float8 peers": experts.FLOAT8_PEERS,
     "experts": experts.EXPERTS,
+    "expert gradient sums": experts.GRADIENT_SUMS,
 }

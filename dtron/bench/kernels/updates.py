@@ -16,6 +16,7 @@ from dtron.bench.kernels.problem import (
     Tensors,
     needs_triton,
     normal,
+    own_sum,
     seeded,
 )
 from dtron.kernels import lion
@@ -127,10 +128,6 @@ def _added_in_matmul(total: Tensor, grad: Tensor, x: Tensor) -> Tensors:
     return [total]
 
 
-def _own_sum(total: Tensor, *operands: Tensor) -> Inputs:
-    return total.clone(), *operands
-
-
 def _draw_moved(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw a parameter, its gradient and its momentum, of (elements,)."""
     return normal(dtype, device, shape, shape, shape)
@@ -213,8 +210,8 @@ GRADIENT_SUMS = Problem(
     n_bytes=lambda total, grad, x: (2.0 * total.nbytes + grad.nbytes + x.nbytes,),
     reference="separate",
     rows=(
-        KernelRow("separate", _added_after, inputs=_own_sum),
-        KernelRow("in the matmul", _added_in_matmul, inputs=_own_sum),
+        KernelRow("separate", _added_after, inputs=own_sum),
+        KernelRow("in the matmul", _added_in_matmul, inputs=own_sum),
     ),
     parts=("matmul and sum",),
 )

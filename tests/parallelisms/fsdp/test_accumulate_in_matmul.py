@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from dtron.config import Parallel
 from dtron.kernels.accumulate import multiply_into
+from dtron.kernels.grouped_accumulate import grouped_multiply_into
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import ParallelPlan, Passes, apply_passes
 from dtron.parallelisms.fsdp.sharding import Policy
 from dtron.parallelisms.fsdp.torch_internals import GradientSum
 from dtron.parallelisms.pipeline.accumulate import Accumulation
-from dtron.parallelisms.pipeline.weight_gradients import LinearMatmul
+from dtron.parallelisms.pipeline.weight_gradients import GroupedMatmul, LinearMatmul
 from tests.harness import run_ranks
 from tests.parallelisms.parity import Case, Outcome, deviations, parallel_run
 
@@ -161,26 +162,41 @@ def added_twice() -> None:
     LinearMatmul.add_to = twice  # type: ignore[method-assign]
 
 
+def experts_not_carried() -> None:
+    """Each micro-batch overwrites the sums of experts."""
+    GroupedMatmul.add_to = lambda self, total: grouped_multiply_into(  # type: ignore[method-assign]
+        total, self.grad, self.x, self.offsets, add=False
+    )
+
+
 def run_with(plant: Callable[[], None], case: Case) -> dict[str, Any]:
     plant()
     return parallel_run(case)
 
 
 LINEARS = r"gradient (blocks\.\d+\.(attn\.w[qkvo]|ffn\.(gate|up|down))|head)\.weight"
+EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
 CASE = Case("llama", 2, ON, sequences=4, override={"n_layers": 2})
+MIXTURE = Case("mixtral", 2, ON.model_copy(update={"ep": 2}), sequences=4)
 
 
 @pytest.mark.parametrize(
-    ("plant", "spoils"),
-    [(not_carried, LINEARS), (added_twice, LINEARS), (of_the_last_step, r"parameter .*|norm 1")],
+    ("plant", "spoils", "case"),
+    [
+        (not_carried, LINEARS, CASE),
+        (experts_not_carried, EXPERTS, MIXTURE),
+        (added_twice, LINEARS, CASE),
+        (of_the_last_step, r"parameter .*|norm 1", CASE),
+    ],
 )
-def test_a_planted_bug_turns_parity_red(plant: Callable[[], None], spoils: str) -> None:
-    ranks = run_ranks(2, run_with, plant, CASE)
-    lines = Outcome(deviations(CASE, ranks)).wrong(CASE)
+def test_a_planted_bug_turns_parity_red(plant: Callable[[], None], spoils: str, case: Case) -> None:
+    ranks = run_ranks(2, run_with, plant, case)
+    lines = Outcome(deviations(case, ranks)).wrong(case)
     wrong = [line.rsplit(": ", 1)[0] for line in lines]
     gradients = [name for name in wrong if name.startswith("gradient ")]
-    shown = gradients if spoils == LINEARS else [name for name in wrong if re.match(spoils, name)]
+    first = spoils.startswith("gradient ")
+    shown = gradients if first else [name for name in wrong if re.match(spoils, name)]
     assert shown
     assert all(re.fullmatch(spoils, name) for name in shown), wrong
-    if spoils != LINEARS:
+    if not first:
         assert not gradients  # those of the first step

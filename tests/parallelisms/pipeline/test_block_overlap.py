@@ -14,8 +14,10 @@ import torch
 from dtron.config import Compile, Float8, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import ParallelPlan, Passes, apply_passes
+from dtron.parallelisms.expert import all_to_all
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.mesh import Mesh
+from dtron.parallelisms.pipeline import weight_gradients
 from dtron.parallelisms.pipeline.block_overlap import Tape
 from dtron.parallelisms.pipeline.lowering import add_communication
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, execute, together
@@ -76,6 +78,33 @@ def test_pairs_of_a_pipeline_alternate() -> None:
     for events in run_ranks(4, recorded, PIPELINE):
         assert "BF1BF" in events or "BF0BF" in events
         assert events.count("F") == events.count("0") + events.count("1")
+
+
+def exchanged_and_computed(case: Case) -> str:
+    """What a rank issues in a step: S, an all-to-all of tokens or their gradients; W, the weight
+    gradient of a matrix of experts."""
+    events: list[str] = []
+    issue, add = all_to_all._issue_rows, weight_gradients._add_weight_gradient
+
+    def issue_and_tell(*args: Any) -> torch.Tensor:
+        events.append("S")
+        return issue(*args)
+
+    def add_and_tell(*args: Any) -> None:
+        events.append("W")
+        add(*args)
+
+    all_to_all._issue_rows = issue_and_tell  # type: ignore[assignment]
+    weight_gradients._add_weight_gradient = add_and_tell  # type: ignore[assignment]
+    parallel_run(case)
+    return "".join(events)
+
+
+def test_weight_gradients_of_experts_follow_the_gradients_of_tokens() -> None:
+    """In each of three blocks gradients arrive and leave, then three matrices get theirs."""
+    for events in run_ranks(2, exchanged_and_computed, PLAIN):
+        assert events.endswith("SSWWW" * 3)  # the last backward runs alone
+        assert events.count("W") == 3 * 3 * 3
 
 
 def both(case: Case) -> list[bool]:
