@@ -364,7 +364,9 @@ def join_units(
         (name, module), *others = group.items()
         found = (str(p) for p in patterns if not others and matches(str(p), name))
         pattern = next(found, None)
-        return pattern and (pattern, getattr(module, "in_training_alone", False))
+        if pattern is None:
+            return None
+        return pattern, bool(getattr(module, "in_training_alone", False))
 
     joined: list[list[nn.Module]] = []
     for of, run in itertools.groupby(groups, kind):
