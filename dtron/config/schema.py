@@ -564,7 +564,8 @@ class Float8(Section):
     all_gather: bool = False
     """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. The float32
     weights are cast directly, without bfloat16 copies. With `tensorwise` and `blockwise`; one
-    reduction after each update computes the scales of all weights."""
+    reduction after each update computes the scales of all weights. If weights stay gathered, as
+    with zero = 1 or 2 and on one rank, they are cast once per step, not once per micro-batch."""
     gather_inputs: bool = False
     """With parallel.sequence_parallel, gather the input of each attention and feed-forward over tp
     in float8: half the bytes of bfloat16. With `tensorwise` only."""

@@ -783,11 +783,6 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         '"tensorwise" or "blockwise"',
     ),
     Rule(
-        "float8.all_gather",
-        lambda c: c.shards > 1,
-        needs="parallel.dp_shard or parallel.cp > 1: no rank gathers weights",
-    ),
-    Rule(
         "float8.scaling float8.gather_inputs",
         lambda c: c.config.float8.scaling != "delayed" or not c.config.float8.gather_inputs,
         'float8.scaling = "delayed" with float8.gather_inputs: an input is gathered with the scale '

@@ -38,7 +38,7 @@ from dtron.parallelisms.fsdp.custom_collectives import AllToAllSum, CopiedAllGat
 from dtron.parallelisms.fsdp.torch_internals import (
     bypass_reduction,
     forward_hooks_on,
-    parameters_of,
+    sharded_parameters,
     sharded_tensor,
     start_gathers,
 )
@@ -285,12 +285,12 @@ class FirstGathers:
     @functools.cached_property
     def units(self) -> list[FSDPModule]:
         """The units that are gathered; only after the first forward."""
-        return [u for u in self._units if not any(map(_has_gather_hook, parameters_of(u)))]
+        return [u for u in self._units if not any(map(_has_gather_hook, sharded_parameters(u)))]
 
     @functools.cached_property
     def parameters(self) -> frozenset[nn.Parameter]:
         """The sharded parameters of these units, to be updated before `start`."""
-        return frozenset(p for unit in self.units for p in parameters_of(unit))
+        return frozenset(p for unit in self.units for p in sharded_parameters(unit))
 
     def start(self) -> None:
         """Gather the parameters in the background; a collective of each unit."""

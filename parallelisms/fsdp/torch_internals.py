@@ -8,7 +8,7 @@
     accumulate_on           the CUDA stream on which autograd adds gradients of parameters
     bypass_reduction        skip the reduction for parameters that are not sharded
     start_gathers           gather parameters before the forward that uses them
-    parameters_of           the sharded parameters of an FSDP unit
+    sharded_parameters      the parameters that FSDP gathers with a unit
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
 
@@ -255,7 +255,7 @@ def _wait_and_call(stream: torch.cuda.Stream, post_backward: Callable[[], None],
     post_backward()
 
 
-def parameters_of(unit: FSDPModule) -> list[nn.Parameter]:
+def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters that FSDP gathers with a unit, after its first forward."""
     group = _state(unit)._fsdp_param_group
     return [] if group is None else [p.sharded_param for p in group.fsdp_params]
