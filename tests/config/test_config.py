@@ -193,22 +193,6 @@ def test_degrees_fill_up_to_the_world_size() -> None:
         ("parallel.sequence_parallel=false", "no effect without parallel.tp > 1"),
         ("parallel.async_tp=true", "no effect without parallel.tp > 1"),
         ("parallel.accumulate_in_matmul=true", "needs gradients that are summed"),
-        ("parallel.gather_in_update=true parallel.dp_replicate=2", "no parameters are sharded"),
-        ("parallel.blocks_per_unit=2 parallel.dp_replicate=2", "no parameters are sharded"),
-        (
-            "parallel.gather_in_update=true optim.name=muon",
-            'no effect without optim.name = "adamw"',
-        ),
-        ("parallel.gather_in_update=true optim.offload=0.5", "optim.offload = 0"),
-        (
-            "parallel.gather_in_update=true compile.enable=true compile.cuda_graphs=step",
-            "the recorded step begins with its all-gathers",
-        ),
-        (
-            "parallel.blocks_per_unit=2 model.name=mixtral parallel.ep=2 parallel.zero=1 "
-            "parallel.overlap_micro_batches=true",
-            "for those of the other",
-        ),
         ("parallel.ep=3", "parallel.ep = 3 x parallel.etp = 1 does not divide the 2 ranks"),
         ("recompute.every=2", "no effect"),
         ("recompute.first=2", "no effect"),
@@ -446,6 +430,35 @@ def test_keys_of_adapters_that_cannot_act_are_refused(
         resolve(load(tmp_path, "[lora]\nrank = 4", *override.split()), 2)
     assert message in str(error.value)
     assert load(tmp_path, "[lora]\nrank = 4").lora.scale == 4.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.gather_in_update=true parallel.dp_replicate=2", "no parameters are sharded"),
+        ("parallel.blocks_per_unit=2 parallel.dp_replicate=2", "no parameters are sharded"),
+        (
+            "parallel.gather_in_update=true optim.name=muon",
+            'no effect without optim.name = "adamw"',
+        ),
+        ("parallel.gather_in_update=true optim.offload=0.5", "optim.offload = 0"),
+        (
+            "parallel.gather_in_update=true compile.enable=true compile.cuda_graphs=step",
+            "the recorded step begins with its all-gathers",
+        ),
+        (
+            "parallel.blocks_per_unit=2 model.name=mixtral parallel.ep=2 parallel.zero=1 "
+            "parallel.overlap_micro_batches=true",
+            "for those of the other",
+        ),
+    ],
+)
+def test_keys_of_fsdp_units_that_cannot_act_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(load(tmp_path, "", *override.split()), 2)
+    assert message in str(error.value)
 
 
 def test_a_capacity_needs_several_groups_of_experts(tmp_path: Path) -> None:
