@@ -392,7 +392,7 @@ def joined_units(run: Resolved, stage: Stage) -> list[Unit]:
 def split_by_unit(run: Resolved, stage: Stage, listed: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield the items of each FSDP unit; `listed` has one item for each of `units`, in order.
 
-    Blocks of encoder, decoder and multi-token prediction are in different units.
+    Blocks of a vision encoder, of the model and of multi-token prediction are in different units.
     """
     n, layers = run.config.parallel.blocks_per_unit, iter(stage.layers)
 

@@ -412,13 +412,10 @@ def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     if not own:
         return 0.0
-    gather, reduction = (
-        hardware.collective(c.kind, c.size, c.ranks, c.inside) if c else 0.0
-        for c in (*own[:2], None)[:2]
-    )
+    gather, *others = (hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in own[:2])
     if run.config.parallel.gather_in_update:
         gather = max(0.0, gather - _update_of(run, rank, hardware))
-    return gather + reduction
+    return gather + sum(others)
 
 
 def copied_bytes(run: Resolved, rank: int) -> float:

@@ -236,7 +236,8 @@ class Trainer:
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
         self.run = build_run(config, setup, model, self.guards.spikes, factory=self.optimizer)
-        if self.callbacks:  # they may change weights between steps
+        if self.callbacks and self.run.step.first is not None:
+            log.info("parallel.gather_in_update is off: callbacks may change weights between steps")
             self.run.step.first = None
         self.repeats = Repeats(self.run.step, place.device, self._compiling)
         loader = Loader(

@@ -400,6 +400,10 @@ def test_shards_without_whole_blocks_of_8_bits_are_refused(
             "float8.gather_inputs gathers only float8 values",
         ),
         (
+            "parallel.dp_replicate=2 float8.recipe=tensorwise float8.all_gather=true",
+            "frozen weights are not gathered",
+        ),
+        (
             "lora.dora=true float8.recipe=tensorwise float8.all_gather=true",
             "lora.dora = true with float8.all_gather",
         ),

@@ -809,6 +809,7 @@ FLOAT8 = [
     float8("tensorwise", 2, Parallel(**IN_UPDATE), float8=GATHER, steps=3),
     # weights that one rank casts once per step
     float8("tensorwise", 1, Parallel(), float8=GATHER, steps=3),
+    float8("tensorwise", 2, Parallel(tp=2), float8=GATHER, compile=EAGER),
     float8("blockwise", 2, Parallel(dp_replicate=2), float8=GATHER, override=BLOCKS),
     float8("blockwise", 4, Parallel(tp=2, zero=2), float8=GATHER, compile=EAGER, dtype="float32"),
     float8("tensorwise", 4, Parallel(tp=2), compile=EAGER, float8=GATHERS),
