@@ -5,6 +5,7 @@ of other weights. Planted mistakes: a gather before its parameters are updated, 
 when other weights are loaded. test_parity.py compares layouts with one process.
 """
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from dtron.parallelisms.fsdp.torch_internals import start_gathers
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.pipeline.accumulate import Accumulation
 from dtron.training.optim import build_optimizer, update
+from tests.gpu_ranks import run_on_gpus
 from tests.harness import run_ranks
 
 STEPS, SKIPPED, EVALUATED, LOADED = 5, 1, 2, 3
@@ -39,24 +41,30 @@ class NotDiscarded(FirstGathers):
 
 
 def train(
-    parallel: Parallel, optim: Optim, kind: type[FirstGathers] | None
+    parallel: Parallel,
+    optim: Optim,
+    kind: type[FirstGathers] | None,
+    device: str = "cpu",
+    width: int = 12,
 ) -> list[dict[str, Tensor]]:
     """The loss and shards of each step: parameters, and their average."""
     torch.manual_seed(0)
-    mesh = Mesh(dp_shard=-1)
-    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(5)))
+    mesh = Mesh(dp_shard=-1, device_type=device)
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(5)))
     plan = ParallelPlan(units="*", parallel=parallel, dtype="float32")
     applied = apply_passes(model, mesh, Passes(**vars(plan)))
     optimizer = build_optimizer(applied.named_parameters(), optim)
     first = None if kind is None else kind(applied.first_gathered)
-    execution = Accumulation(model, Policy.of(parallel, mesh), torch.device("cpu"))
+    execution = Accumulation(model, Policy.of(parallel, mesh), torch.device(device))
     initial = {name: local_part(p).clone() for name, p in applied.named_parameters()}
     torch.manual_seed(torch.distributed.get_rank())
-    rows, found = torch.randn(STEPS, 2, 3, 12), []
+    rows, found = torch.randn(STEPS, 2, 3, width).to(device) / width**0.5, []
     for step in range(STEPS):
         total = execution.train([(x, {}) for x in rows[step]], lambda out, _: out.square().sum())
         seen = {"loss": total}
-        update(optimizer, torch.tensor(torch.nan if step == SKIPPED else 0.1), 0.05, first)
+        scale = torch.tensor(torch.nan if step == SKIPPED else 0.1, device=device)
+        update(optimizer, scale, 0.05, first)
         optimizer.zero_grad()
         if step == EVALUATED:
             with applied.evaluating(), torch.no_grad():
@@ -108,6 +116,24 @@ def test_every_bit_is_that_of_gathers_after_the_update() -> None:
             "FirstGathers lion": True,
             "FirstGathers sgd": True,
         }
+
+
+def compare_on_gpus() -> list[bool]:
+    """By NCCL and by copy engines; updates take longer than the launch of what follows."""
+    optim = Optim.model_validate({"name": "adamw", "ema": 0.5})
+    found = []
+    for copies in (False, True):
+        parallel = Parallel(copy_engines=copies)
+        after, during = (
+            train(parallel, optim, kind, "cuda", 4096) for kind in (None, FirstGathers)
+        )
+        found.append(equal(after, during))
+    return found
+
+
+@pytest.mark.gpu
+def test_every_bit_on_gpus() -> None:
+    assert run_on_gpus(2, compare_on_gpus) == [[True, True]] * 2
 
 
 def gathered_first() -> list[tuple[int, int, int]]:
