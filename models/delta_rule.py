@@ -233,22 +233,84 @@ def _bounds(starts: Tensor) -> Tensor:
     return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
 
 
-def _fla_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
-) -> Tensor:
-    """Call the kernels of flash-linear-attention; arguments as in `torch_delta_rule`."""
+def _fla_inputs(inputs: tuple[Tensor, ...], starts: Tensor | None) -> tuple[list[Tensor], Any]:
+    """Return flash-linear-attention's arguments and bounds: documents lie in one sequence."""
+    q, k, v, g, beta = inputs
+    given = [q, k, v, g.float(), beta]
+    if starts is None:
+        return given, None
+    return [x.flatten(0, 1).unsqueeze(0) for x in given], _bounds(starts)
+
+
+def _fla(inputs: list[Tensor], bounds: Tensor | None) -> Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    inputs, bounds = (q, k, v, g.float(), beta), None
-    if starts is not None:
-        bounds = _bounds(starts)
-        inputs = tuple(x.flatten(0, 1).unsqueeze(0) for x in inputs)
-    out = chunk_gated_delta_rule(*inputs, scale=1.0, cu_seqlens=bounds)[0]
-    return out.view(v.shape)
+    return chunk_gated_delta_rule(*inputs, scale=1.0, cu_seqlens=bounds)[0]
+
+
+def fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Compute `torch_delta_rule` by the kernels of flash-linear-attention."""
+    return torch.ops.dtron.fla_delta_rule(q, k, v, g, beta, starts)
+
+
+@torch.library.custom_op("dtron::fla_delta_rule", mutates_args=())
+def _fla_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Compute `fla_delta_rule` as one operator, which saves its inputs only."""
+    with torch.no_grad():
+        return _fla(*_fla_inputs((q, k, v, g, beta), starts)).view(v.shape)
+
+
+@_fla_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("dtron::fla_delta_rule_backward", mutates_args=())
+def _fla_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k, v, g and beta; `grad`: (B, T, H, V), of the output.
+
+    It computes the forward once more, by the autograd function of flash-linear-attention. Inside
+    of an operator autograd records such functions alone, so its inputs are the leaves.
+    """
+    given, bounds = _fla_inputs((q, k, v, g, beta), starts)
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        out = _fla(leaves, bounds)
+    grads = torch.autograd.grad(out, leaves, grad.reshape(out.shape))
+    dq, dk, dv, dg, dbeta = (
+        x.reshape(like.shape).to(like.dtype)
+        for x, like in zip(grads, (q, k, v, g, beta), strict=True)
+    )
+    return dq, dk, dv, dg, dbeta
+
+
+@_fla_backward.register_fake
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in inputs[:5])
+    return dq, dk, dv, dg, dbeta
+
+
+def _fla_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *_fla_backward(grad, *ctx.saved_tensors), None
+
+
+_fla_forward.register_autograd(_fla_gradients, setup_context=_save)
 
 
 DELTA_KERNELS: dict[str, Callable[..., Tensor]] = {
     "torch": torch_delta_rule,
-    "fla": _fla_delta_rule,
+    "fla": fla_delta_rule,
 }
 """{model.override.delta_kernel: function with the arguments of `torch_delta_rule`}."""

@@ -39,6 +39,7 @@ ATTENTION = (
     "dtron.context_attention.default",
     "dtron.attention.default",
     "dtron.gated_delta_rule.default",
+    "dtron.fla_delta_rule.default",
     "dtron.state_space.default",
     "flash_attn._flash_attn_forward.default",
     "flash_attn_3._flash_attn_forward.default",

@@ -525,6 +525,17 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
     ),
     Rule(
+        "compile.cuda_graphs data.mask_documents model.override",
+        lambda c: (
+            c.config.compile.cuda_graphs == "off"
+            or not c.config.data.mask_documents
+            or c.model.delta_kernel != "fla"
+        ),
+        'compile.cuda_graphs = "step" with data.mask_documents = true and '
+        'model.override.delta_kernel = "fla": the host reads the number of documents of each '
+        'micro-batch, which a CUDA graph does not allow; leave one of them out, or use "torch"',
+    ),
+    Rule(
         "compile.cuda_graphs model.override",
         lambda c: c.config.compile.cuda_graphs == "off" or not c.model.vision_layers,
         'compile.cuda_graphs = "step" with model.override.vision_layers = {c.model.vision_layers}: '
@@ -676,12 +687,6 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         ),
         "parallel.cp_method has one entry per layer, but the model's recurrent layers have no "
         "method; give one for all layers",
-    ),
-    Rule(
-        "model.override compile.enable",
-        lambda c: c.model.delta_kernel != "fla" or not c.config.compile.enable,
-        'model.override.delta_kernel = "fla" is not one graph with compile.enable; use "torch", or '
-        "compile.enable = false",
     ),
     Rule(
         "recompute.first model.override",

@@ -180,41 +180,101 @@ def test_packed_documents_equal_separate_ones(described: bool) -> None:
     assert not torch.allclose(model(x), apart, atol=1e-3)
 
 
-def test_the_kernels_of_fla_get_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-linear-attention takes concatenated documents, log decays and bounds."""
-    seen: dict[str, Any] = {}
+class LikeFla(torch.autograd.Function):
+    """The signature of flash-linear-attention's function: concatenated documents and bounds."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *given, bounds = inputs
+        starts = None
+        if bounds is not None:
+            starts = torch.zeros(given[2].shape[:2], dtype=torch.bool)
+            starts[0, bounds[:-1]] = True
+        ctx.save_for_backward(*given, starts)
+        return DELTA_KERNELS["torch"](*given, starts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = torch.ops.dtron.gated_delta_rule_backward(grads[0], *ctx.saved_tensors)
+        return *found, None
+
+
+@pytest.fixture
+def fla_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Install a package `fla` that computes by `torch_delta_rule`; return its calls."""
+    calls: list[dict[str, Any]] = []
 
     def chunk_gated_delta_rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, None]:
-        seen.update(scale=scale, bounds=cu_seqlens, shape=tuple(v.shape), g=g.dtype)
-        starts = None
-        if cu_seqlens is not None:
-            starts = torch.zeros(v.shape[:2], dtype=torch.bool)
-            starts[0, cu_seqlens[:-1]] = True
-        return torch_delta_rule(q, k, v, g, beta, starts), None
+        *inputs: Tensor, scale: float, cu_seqlens: Tensor | None
+    ) -> tuple[Any, None]:
+        v, g = inputs[2:4]
+        calls.append({"scale": scale, "bounds": cu_seqlens, "shape": tuple(v.shape), "g": g.dtype})
+        return LikeFla.apply(*inputs, cu_seqlens), None
 
     module: Any = ModuleType("fla.ops.gated_delta_rule")
     module.chunk_gated_delta_rule = chunk_gated_delta_rule
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+def gradients(rule: Callable[..., Tensor], given: Any, starts: Tensor | None) -> list[Tensor]:
+    """Return output and gradients of a weighted sum of it."""
+    out = rule(*given, starts)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+    return [out, *torch.autograd.grad((out * weights.view_as(out)).sum(), given)]
+
+
+def test_the_kernels_of_fla_get_its_arguments(fla_calls: list[dict[str, Any]]) -> None:
+    """flash-linear-attention takes concatenated documents, log decays and bounds."""
     given, rule = inputs(20, torch.float32), DELTA_KERNELS["fla"]
     starts = starts_at(20, 4, 10)
-    torch.testing.assert_close(rule(*given, starts), torch_delta_rule(*given, starts))
+    wanted = gradients(torch_delta_rule, given, starts)
+    torch.testing.assert_close(gradients(rule, given, starts), wanted)
+    seen = fla_calls[-1]
     assert seen["bounds"].tolist() == [0, 4, 10, 20, 22, 25, 40]
     assert (seen["scale"], seen["shape"], seen["g"]) == (1.0, (1, 40, G * R, V), torch.float32)
-    bounds = seen["bounds"]
     rule(*given, starts)
-    assert seen["bounds"] is bounds, "the host waits in each layer"
-    torch.testing.assert_close(rule(*given, None), torch_delta_rule(*given, None))
-    assert (seen["bounds"], seen["shape"]) == (None, (2, 20, G * R, V))
+    assert fla_calls[-1]["bounds"] is seen["bounds"], "the host waits in each layer"
+    alone = gradients(torch_delta_rule, given, None)
+    torch.testing.assert_close(gradients(rule, given, None), alone)
+    assert (fla_calls[-1]["bounds"], fla_calls[-1]["shape"]) == (None, (2, 20, G * R, V))
+    q, k, v, g, beta = (x.detach().bfloat16().requires_grad_() for x in given)
+    narrow = gradients(rule, (q, k, v, g, beta), starts)
+    assert {x.dtype for x in narrow} == {torch.bfloat16}
+    for found, exact in zip(narrow, wanted, strict=True):
+        assert torch.linalg.norm(found.float() - exact) < 0.03 * torch.linalg.norm(exact)
+
+
+def test_a_model_with_fla_compiles_whole(fla_calls: list[dict[str, Any]]) -> None:
+    small = small_config("qwen3_5", delta_kernel="fla", n_layers=2, full_attention_every=2)
+    model = varied(initialized("qwen3_5", small))
+    x = tokens(batch=1, length=24)
+    wanted, calls = model(x), len(fla_calls)
+    found = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert len(fla_calls) == 2 * calls > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, (70, 130)])
+def test_fla_on_a_gpu_equals_the_rule(documents: tuple[int, ...] | None) -> None:
+    if not versions.has_fla():
+        pytest.skip("needs flash-linear-attention")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(2, 200, *shape, device="cuda", generator=generator)
+
+    q, k = (F.normalize(drawn(2, 64), dim=-1) for _ in range(2))
+    made = (q, k, drawn(4, 64), -drawn(4).abs(), drawn(4).sigmoid())
+    given = [x.bfloat16().requires_grad_() for x in made]
+    starts = None if documents is None else starts_at(200, *documents).cuda()
+    exact = [x.detach().float().requires_grad_() for x in given]
+    found = gradients(DELTA_KERNELS["fla"], given, starts)
+    for mine, wanted in zip(found, gradients(torch_delta_rule, exact, starts), strict=True):
+        assert torch.linalg.norm(mine.float() - wanted) < 0.02 * torch.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("found", ["", "0.4.2", "0.5.0", "1.0"])
