@@ -38,8 +38,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, fused=True, **settings)
         self.scale: Tensor | None = None
         self.moments = moments
-        self._counts: dict[Tensor, Counts] = {}
-        """Counts of parameters that are updated together, by the first of them."""
+        self._counts = [Counts() for _ in self.param_groups]
         keep_dtype(self, moments)
 
     @torch.no_grad()
@@ -48,9 +47,8 @@ class AdamW(torch.optim.AdamW):
         self._update_all()
 
     def _update_all(self) -> None:
-        for group in self.param_groups:
+        for group, counts in zip(self.param_groups, self._counts, strict=True):
             if members := [p for p in group["params"] if p.grad is not None]:
-                counts = self._counts.setdefault(members[0], Counts())
                 self._update_group(members, group, counts)
 
     def _update_group(self, members: list[Tensor], group: dict, counts: Counts) -> None:

@@ -13,7 +13,7 @@ from dtron.config import Optim, Parallel
 from dtron.parallelisms import Mesh
 from dtron.parallelisms.apply import ParallelPlan, Passes, apply_passes
 from dtron.parallelisms.fsdp.sharding import FirstGathers, Policy
-from dtron.parallelisms.fsdp.torch_internals import start_gathers
+from dtron.parallelisms.fsdp.torch_internals import sharded_parameters, start_gathers
 from dtron.parallelisms.gradients import local_part
 from dtron.parallelisms.pipeline.accumulate import Accumulation
 from dtron.training.optim import build_optimizer, update
@@ -30,7 +30,7 @@ class BeforeUpdate(FirstGathers):
     def parameters(self) -> frozenset[nn.Parameter]:  # type: ignore[override]
         """Read before the first update."""
         start_gathers(self.units)
-        return frozenset(p for unit in self.units for p in unit.parameters())
+        return frozenset(p for unit in self.units for p in sharded_parameters(unit))
 
 
 class NotDiscarded(FirstGathers):
