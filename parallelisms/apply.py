@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
@@ -60,6 +61,7 @@ from dtron.parallelisms.placement import (
     Encoder,
     Unit,
     experts,
+    join_units,
     matches,
     present,
     refuse_shared_parameters,
@@ -97,9 +99,9 @@ class ParallelPlan:
     """Tensor-parallel sharding: {pattern or tuple of patterns: placement rule such as colwise()}.
     The rules must cover every parameter. Required if tp > 1."""
     parallel: Parallel = Parallel()
-    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `reduce_by`, `copy_engines`
-    and `prefetch` are used, the last three only if FSDP shards parameters. The mesh sets the
-    degrees."""
+    """Only `zero`, `reduce`, `reduce_dtype`, `accumulate_in_matmul`, `blocks_per_unit`,
+    `reduce_by`, `copy_engines` and `prefetch` are used, the last three only if FSDP shards
+    parameters. The mesh sets the degrees."""
     dtype: str = "bfloat16"
     """Compute dtype; parameters keep their dtype."""
     recompute: Recompute = Recompute()
@@ -172,6 +174,8 @@ class Applied:
     """Sends tokens to experts on other ranks; None if all experts are local."""
     overlap: BlockOverlap | None
     """Runs two micro-batches together; None without `parallel.overlap_micro_batches`."""
+    first_gathered: Sequence[FSDPModule]
+    """FSDP units that a step gathers first: those of this rank's first stage (`fsdp.sharding`)."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) of this rank's stages.
@@ -286,6 +290,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         offload=offload,
         dispatcher=selection.dispatcher,
         overlap=_overlap(parts, selection, mesh, experts) if overlaps else None,
+        first_gathered=results[min(results)].first_gathered,
     )
 
 
@@ -297,6 +302,7 @@ class _StageResult:
     recomputed: int
     compiled: list[str]
     deferred: WeightGradients | None
+    first_gathered: list[FSDPModule]
 
 
 @dataclass(frozen=True)
@@ -364,12 +370,13 @@ def _apply_to_stage(
         offload.attach(stage, [block for _, _, block in blocks])
     if compiled:
         settle_outputs(part, compiled, tp_plan)
-    units = [[modules[name] for name in unit if name in modules] for unit in selection.units]
-    units = [unit for unit in units if unit]
+    single = [{n: modules[n] for n in unit if n in modules} for unit in selection.units]
+    blocks_per_unit = passes.parallel.blocks_per_unit
+    units = join_units([unit for unit in single if unit], passes.units, blocks_per_unit)
     names = selection.stages.names
     by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in selection.padded]
     _check_columns(by_columns, mesh)
-    shard(
+    first_gathered = shard(
         part,
         mesh,
         units,
@@ -387,7 +394,7 @@ def _apply_to_stage(
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, selection.padded)
-    return _StageResult(len(units), recomputed, compiled, deferred)
+    return _StageResult(len(units), recomputed, compiled, deferred, first_gathered)
 
 
 def _overlap(

@@ -9,6 +9,7 @@ Placements are DTensor placements on the tp axis: Shard(1) along the sequence, S
 features, Replicate() equal on all ranks.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -344,6 +345,35 @@ def select_units(model: nn.Module, units: Unit | Sequence[Unit]) -> list[dict[st
             groups.append({k: v for pattern in unit for k, v in select(model, pattern).items()})
     _refuse_overlap(name for group in groups for name in group)
     return groups
+
+
+def join_units(
+    groups: Sequence[Mapping[str, nn.Module]], units: Unit | Sequence[Unit], n: int
+) -> list[list[nn.Module]]:
+    """Join each n neighbouring FSDP units that one pattern with a * gave; others stay single.
+
+    Blocks that evaluation skips (`in_training_alone`) are not joined with others.
+
+    Args:
+        groups: the modules of each unit, by FQN, in the order of the forward.
+        units: the patterns, as in `select_units`.
+    """
+    patterns = [u for u in ([units] if isinstance(units, str) else units) if "*" in u]
+
+    def kind(group: Mapping[str, nn.Module]) -> tuple[str, bool] | None:
+        (name, module), *others = group.items()
+        found = (str(p) for p in patterns if not others and matches(str(p), name))
+        pattern = next(found, None)
+        if pattern is None:
+            return None
+        return pattern, bool(getattr(module, "in_training_alone", False))
+
+    joined: list[list[nn.Module]] = []
+    for of, run in itertools.groupby(groups, kind):
+        alike, size = list(run), n if of else 1
+        for first in range(0, len(alike), size):
+            joined.append([m for group in alike[first : first + size] for m in group.values()])
+    return joined
 
 
 def refuse_shared_parameters(model: nn.Module, groups: Sequence[dict[str, nn.Module]]) -> None:

@@ -256,6 +256,14 @@ class Parallel(Section):
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""
+    gather_in_update: bool = False
+    """Gather the parameters of the FSDP units that the next step uses first while the optimizer
+    updates the others, instead of after the update. Without effect if the Trainer has callbacks,
+    which may change weights between steps."""
+    blocks_per_unit: int = Field(default=1, ge=1, le=MAX_LAYERS)
+    """Number of neighbouring blocks per FSDP unit: their parameters are gathered, and their
+    gradients reduced, by one collective. A larger number sends fewer and larger messages, and needs
+    more memory. In a pipeline, blocks of one stage."""
     sequence_parallel: bool = True
     """With tp > 1, split the sequence over tp outside of attention and feed-forward: each rank
     computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: each rank does
@@ -556,7 +564,8 @@ class Float8(Section):
     all_gather: bool = False
     """Gather weights over dp_shard and cp in float8: half the bytes of bfloat16. The float32
     weights are cast directly, without bfloat16 copies. With `tensorwise` and `blockwise`; one
-    reduction after each update computes the scales of all weights."""
+    reduction after each update computes the scales of all weights. If weights stay gathered, as
+    with zero = 1 or 2 and on one rank, they are cast once per step, not once per micro-batch."""
     gather_inputs: bool = False
     """With parallel.sequence_parallel, gather the input of each attention and feed-forward over tp
     in float8: half the bytes of bfloat16. With `tensorwise` only."""

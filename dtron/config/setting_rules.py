@@ -161,6 +161,10 @@ def _not_overlapped(config: "RunConfig") -> Iterator[str]:
             config.compile.cuda_graphs == "step",
             "a step is recorded on one stream",
         ),
+        f"parallel.blocks_per_unit = {parallel.blocks_per_unit}": (
+            parallel.blocks_per_unit > 1,
+            "FSDP would take blocks of one micro-batch for those of the other",
+        ),
         "recompute.offload = true": (
             config.recompute.offload,
             "activations are fetched back in the order of one backward",
@@ -183,6 +187,10 @@ def _outside_graphs(config: "RunConfig") -> Iterator[str]:
             config.parallel.cp > 1 and config.data.mask_documents,
             "tables of documents have other sizes in each micro-batch, and a CUDA graph has fixed "
             "ones",
+        ),
+        "parallel.gather_in_update = true": (
+            config.parallel.gather_in_update,
+            "the recorded step begins with its all-gathers",
         ),
         "recompute.offload = true": (
             config.recompute.offload,
@@ -241,6 +249,12 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("optim.offload", needs='optim.name = "adamw"'),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
+    Rule(
+        "parallel.gather_in_update",
+        lambda c: c.optim.name in ("adamw", "adamw8bit", "lion", "sgd") and not c.optim.offload,
+        needs='optim.name = "adamw", "adamw8bit", "lion" or "sgd", and optim.offload = 0: other '
+        "updates take all parameters together",
+    ),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
         "parallel.encoder_tp parallel.tp",
@@ -666,7 +680,8 @@ RANKS: tuple[Rule[Candidate], ...] = (
         "ranks below {c.world_size}",
     ),
     Rule(
-        "parallel.reduce_by parallel.copy_engines",
+        "parallel.reduce_by parallel.copy_engines parallel.gather_in_update "
+        "parallel.blocks_per_unit",
         lambda c: c.shards > 1,
         needs="parallel.dp_shard or parallel.cp > 1: no parameters are sharded",
     ),

@@ -17,7 +17,15 @@ from dtron.parallelisms.expert.hierarchical import room_of
 from dtron.parallelisms.mesh import FSDP_AXES, LOSS_AXES, MICRO_AXES, TOKEN_AXES
 from dtron.plan import activations, muon
 from dtron.plan.hardware import Hardware
-from dtron.plan.parameters import Unit, gathered_bytes, held, parameters, sizes, units
+from dtron.plan.parameters import (
+    Unit,
+    gathered_bytes,
+    held,
+    parameters,
+    sizes,
+    split_by_unit,
+    units,
+)
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows
 
 
@@ -118,10 +126,11 @@ def activation_collectives(run: Resolved, stage: Stage, domain: int) -> list[Col
 
 def _fsdp(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     listed = units(run, stage)
+    joined = list(split_by_unit(run, stage, listed))
     by_all_to_all = run.config.parallel.reduce_by == "all_to_all"
-    for place, each in enumerate(listed):
-        times = gathers(run, each, place == len(listed) - 1)
-        for axis, shard, sent, (ranks, inside) in _shared(run, each, domain):
+    for place, blocks in enumerate(joined):
+        times = gathers(run, blocks[0], place == len(joined) - 1)
+        for axis, shard, sent, (ranks, inside) in _shared(run, blocks, domain):
             padded = shard * ranks  # elements with a gradient
             yield Collective(axis, "all_gather", sent * ranks, times, "fsdp", ranks, inside)
             kind = "all_to_all" if by_all_to_all else "reduce_scatter"
@@ -151,20 +160,22 @@ def _name(run: Resolved, axes: Sequence[Degree]) -> str:
 
 
 def _shared(
-    run: Resolved, each: Unit, domain: int
+    run: Resolved, blocks: Sequence[Unit], domain: int
 ) -> Iterator[tuple[str, int, int, tuple[int, int]]]:
     """Yield (axis, elements of a shard that have a gradient, bytes of the shard in an all-gather,
     result of `group`).
 
-    One item is for a unit's dense part, and one for its experts on a separate mesh.
+    One item is for the dense part of an FSDP unit, and one for each block's experts on a separate
+    mesh.
     """
-    (_, dense), (_, experts) = gathered_bytes(run, each)
-    ranks = group(run, ("dp_shard", "cp"), domain)
-    (_, trained), (_, trained_experts) = each.gradients
-    yield _name(run, FSDP_AXES), trained, dense, ranks
-    if each.experts_gathered:
-        ranks = expert_group(run, "edp_shard", domain)
-        yield "edp_shard", trained_experts, experts, ranks
+    each = sum(blocks[1:], blocks[0])
+    (_, dense), _ = gathered_bytes(run, each)
+    (_, trained), _ = each.gradients
+    yield _name(run, FSDP_AXES), trained, dense, group(run, ("dp_shard", "cp"), domain)
+    for block in blocks:
+        if block.experts_gathered:
+            (_, experts), (_, trained) = gathered_bytes(run, block)[1], block.gradients[1]
+            yield "edp_shard", trained, experts, expert_group(run, "edp_shard", domain)
 
 
 def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:

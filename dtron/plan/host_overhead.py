@@ -31,7 +31,7 @@ from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import collectives
 from dtron.plan.compute_time import in_chunks, matmuls, repeated
 from dtron.plan.hardware import HOST
-from dtron.plan.parameters import NOT_LAYERS, parameters, sizes, units
+from dtron.plan.parameters import NOT_LAYERS, joined_units, parameters, sizes, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CALLS = tuple(name for name, _ in HOST)
@@ -76,8 +76,9 @@ def _launched(run: Resolved, rank: int) -> dict[str, float]:
     for stage in run.stages_of(rank):
         every = [unit.kind for unit in units(run, stage)]
         separate = sum(run.separate_experts and run.kind(i).experts for i in stage.layers)
-        found["unit"] += m * (len(every) + separate)
-        for hooked, keeps in ((len(every), run.keeps_dense), (separate, run.keeps_experts)):
+        hooks = len(joined_units(run, stage))
+        found["unit"] += m * (hooks + separate)
+        for hooked, keeps in ((hooks, run.keeps_dense), (separate, run.keeps_experts)):
             found["reduction"] += 0 if keeps else reduces * hooked
         layers = [(run.kind(i), i) for i in stage.layers]
         others = [(kind, None) for kind in every if kind in NOT_LAYERS]

@@ -30,7 +30,7 @@ from dtron.plan.allocator import Expandable
 from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.offloaded_states import bytes_on_host
-from dtron.plan.parameters import Unit, gathered_bytes, held, reductions, units
+from dtron.plan.parameters import Unit, gathered_bytes, held, joined_units, reductions
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows, pulls_rows
 
 CLASSES = (*replay.CLASSES, "buffers")
@@ -222,7 +222,7 @@ def _buffers(run: Resolved, rank: int) -> float:
     depth, again = run.config.parallel.prefetch, not run.policy.keep_gathered
     found = 0.0
     for stage in run.stages_of(rank):
-        sizes = tuple(_parts(run, unit) for unit in units(run, stage))
+        sizes = tuple(_parts(run, unit) for unit in joined_units(run, stage))
         stays = run.layout is None  # the last unit stays gathered
         found += gathered_through(sizes, depth, again, stays) + _reduction_sums(run, stage)
     return found
@@ -243,7 +243,7 @@ def _reduction_sums(run: Resolved, stage: Stage) -> int:
     These are new sums before they are added to the shards, sums before their cast to float32, and
     received gradients.
     """
-    listed, each = units(run, stage), 0
+    listed, each = joined_units(run, stage), 0
     if run.times_reduced > 1:
         each += 4
     if run.reduce_element < 4:
@@ -264,7 +264,7 @@ def _peers(run: Resolved, rank: int) -> float:
     if not parallel.copy_engines:
         return found
     for stage in run.stages_of(rank):
-        listed = units(run, stage)
+        listed = joined_units(run, stage)
         sent = [gathered_bytes(run, u) for u in listed]
         for place, sizes in enumerate(([u.dense for u in listed], [u.experts for u in listed])):
             if any(shard < whole for whole, shard in sizes):  # sharded over ranks

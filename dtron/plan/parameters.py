@@ -9,10 +9,11 @@ placements say which dims tp shards. FSDP's padding counts, since it is allocate
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -119,6 +120,7 @@ class Unit:
 
 PartKind = str | LayerKind
 """"embedding", "encoder" (one of its blocks), "head" (with the final norm), or a layer's kind."""
+T = TypeVar("T")
 NOT_LAYERS = ("embedding", "encoder", "head")
 """Parts that are no layers of the decoder."""
 Parts = dict[PartKind, tuple[Parameter, ...]]
@@ -361,7 +363,9 @@ def _expert_part(run: Resolved, parameter: Parameter) -> tuple[list[int], int, i
 
 
 def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
-    """List the FSDP units of a stage in forward order.
+    """List the FSDP units of a stage in forward order, as if each block were one.
+
+    `joined_units` lists them with `parallel.blocks_per_unit`.
 
     The root unit stays gathered while the stage computes; it has the tied weight, or the embedding
     that multi-token prediction also reads. A tied weight counts once if the stage has both
@@ -382,6 +386,30 @@ def units(run: Resolved, stage: Stage) -> tuple[Unit, ...]:
     elif stage.head:
         found[0] += _untied(run)
     return tuple(found)
+
+
+def joined_units(run: Resolved, stage: Stage) -> list[Unit]:
+    """List the FSDP units of a stage in forward order; one of several blocks has their sums."""
+    listed = units(run, stage)
+    return [sum(blocks[1:], blocks[0]) for blocks in split_by_unit(run, stage, listed)]
+
+
+def split_by_unit(run: Resolved, stage: Stage, listed: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the items of each FSDP unit; `listed` has one item for each of `units`, in order.
+
+    Blocks of a vision encoder, of the model and of multi-token prediction are in different units.
+    """
+    n, layers = run.config.parallel.blocks_per_unit, iter(stage.layers)
+
+    def part(each: tuple[Unit, T]) -> tuple[str, int]:
+        kind = each[0].kind
+        if kind in NOT_LAYERS:
+            return str(kind), n if kind == "encoder" else 1
+        return ("mtp" if next(layers) >= run.model.n_layers else "layer"), n
+
+    for (_, size), run_of in itertools.groupby(zip(units(run, stage), listed, strict=True), part):
+        items = [item for _, item in run_of]
+        yield from (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _untied(run: Resolved) -> Unit:

@@ -30,9 +30,12 @@ streams (`dtron.plan.memory`). Sources: `foreach_reduce` and `FSDPParamGroup` of
 torch.distributed.fsdp._fully_shard, torch 2.11; `dtron.plan.allocator` for the rules.
 """
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dtron.config.schema import GRAPH_WARM_UP
 from dtron.parallelisms.expert.dispatchers import in_graphs
@@ -43,7 +46,7 @@ from dtron.parallelisms.pipeline.schedule_ops import Kind
 from dtron.plan import activations
 from dtron.plan.allocator import Block, Expandable, HolelessPool, PeakPool, Pool
 from dtron.plan.offloaded_states import bytes_of_buckets, trained_shards
-from dtron.plan.parameters import NOT_LAYERS, PartKind, sizes, units
+from dtron.plan.parameters import NOT_LAYERS, PartKind, sizes, split_by_unit, units
 from dtron.plan.run_shape import Resolved, Stage
 
 CLASSES = (
@@ -65,9 +68,9 @@ MICRO_BATCHES = 3
 class _ParameterGroup:
     """Parameters of a unit that FSDP gathers and reduces together; sizes in bytes."""
 
-    weights: list[int]
-    """Size of each trained parameter's unsharded gradient, in the dtype of computation; without
-    those of `added`."""
+    blocks: list[list[int]]
+    """Size of each trained parameter's unsharded gradient, in the dtype of computation, by block of
+    the unit; without those of `added`."""
     columns: list[bool]
     """Whether each of `weights` is sharded on another dim than dim 0, and so copied once more."""
     sent: int
@@ -92,6 +95,18 @@ class _ParameterGroup:
     """The sums of `added` that are allocated."""
     given: list[Block] = field(default_factory=list)
     """Summed gradients that are not reduced, for the optimizer; only with split backwards."""
+    made: list[Block] = field(default_factory=list)
+    """Gradients of the blocks whose backward has run, while that of another block is due."""
+
+    @property
+    def weights(self) -> list[int]:
+        """`blocks`, one after the other."""
+        return [size for block in self.blocks for size in block]
+
+    def __add__(self, other: "_ParameterGroup") -> "_ParameterGroup":
+        """Return the group of this group's blocks and another one's."""
+        names = ("blocks", "columns", "sent", "shard", "gathered", "gathered_columns", "added")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass
@@ -99,7 +114,7 @@ class _UnitMemory:
     """Tensors of a block, the embedding or the head, in bytes per micro-batch."""
 
     groups: list[_ParameterGroup]
-    """The dense part, and experts on a separate mesh."""
+    """The dense part, and experts on a separate mesh; blocks of one FSDP unit have the same."""
     shards: list[int]
     """Bytes of each parameter's shard."""
     kept: list[int]
@@ -125,6 +140,21 @@ class _UnitMemory:
     float8, also inputs."""
     moments: list[int] = field(default_factory=list)
     """Bytes of each moment."""
+    place: int = 0
+    """Index of the block in its FSDP unit."""
+
+    def groups_at(self, end: Literal["first", "last"]) -> list[_ParameterGroup]:
+        """Return the groups of which this is the first or the last block in the forward."""
+        return [
+            group
+            for group in self.groups
+            if len(group.blocks) == 1
+            or self.place == (0 if end == "first" else len(group.blocks) - 1)
+        ]
+
+    def weights_of(self, group: _ParameterGroup) -> list[int]:
+        """Return the part of `group.weights` that this block has."""
+        return group.blocks[self.place if len(group.blocks) > 1 else 0]
 
     def join(self) -> None:
         """Merge tensors that are allocated and freed together.
@@ -136,8 +166,10 @@ class _UnitMemory:
             setattr(self, name, [sum(sizes)] if sizes else [])
         for group in self.groups:
             if group.shared and not any((*group.columns, *group.gathered_columns)):
-                gathered, total = sum(group.gathered or group.weights), sum(group.weights)
-                group.weights, group.columns = ([total], [False]) if total else ([], [])
+                gathered = sum(group.gathered or group.weights)
+                totals = map(sum, group.blocks)
+                group.blocks = [[total] if total else [] for total in totals]
+                group.columns = [False] * len(group.weights)
                 group.added = [sum(group.added)] if group.added else []
                 group.gathered, group.gathered_columns = [gathered], [False]
 
@@ -325,7 +357,7 @@ class _Replay:
             self._free(working)
             if self.offloads and unit.widest:  # a block
                 self._unload(calls[-1])
-            for group in () if unit.stays or self.keep else unit.groups:
+            for group in () if unit.stays or self.keep else unit.groups_at("last"):
                 if group.shared:  # unsharded weights stay until the backward
                     self._reshard(group)
 
@@ -361,12 +393,13 @@ class _Replay:
             gradient, logits = inward, []
             if separate:
                 waiting.append(read + self._take(unit.queued, "activations"))
-            elif split:
-                for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
-                    self._fold(group, blocks)
-            else:
-                self._reduce(unit, made, last)
-            for group in unit.groups if split and not self.keep else ():
+            elif due := self._due(unit, made):
+                if split:
+                    for group, blocks in reversed(due):
+                        self._fold(group, blocks)
+                else:
+                    self._reduce(due, last)
+            for group in unit.groups_at("first") if split and not self.keep else ():
                 self._reshard(group)
         self._free(gradient)
         if defers_weights:
@@ -380,10 +413,21 @@ class _Replay:
         units = [unit for unit in reversed(self.stages[stage]) if unit.defers_weights]
         made: list[tuple[_ParameterGroup, list[Block]]] = []
         for unit, blocks in zip(units, self.deferred.pop((stage, micro_batch)), strict=True):
-            made += zip(unit.groups, self._make_gradients(unit), strict=True)
+            made += self._due(unit, self._make_gradients(unit))
             self._free(blocks)
         for group, blocks in reversed(made):
             self._fold(group, blocks)
+
+    def _due(
+        self, unit: _UnitMemory, made: list[list[Block]]
+    ) -> list[tuple[_ParameterGroup, list[Block]]]:
+        """Return (group, gradients) of the groups of which the backward has passed all blocks."""
+        for group, blocks in zip(unit.groups, made, strict=True):
+            group.made = blocks + group.made  # backwards begin with the last block
+        due = [(group, group.made) for group in unit.groups_at("first")]
+        for group, _ in due:
+            group.made = []
+        return due
 
     def _fold(self, group: _ParameterGroup, made: list[Block]) -> None:
         """Add gradients to sums, one after the other.
@@ -404,7 +448,7 @@ class _Replay:
         `reduce_gradients` of `dtron.parallelisms.fsdp.torch_internals` does the same.
         """
         for unit in reversed(self.stages[stage]):
-            for group in reversed(unit.groups):
+            for group in reversed(unit.groups_at("first")):
                 if not group.alone:
                     self._send(group, [], last)
                     continue
@@ -439,9 +483,9 @@ class _Replay:
             if each is not None and not each.there:
                 each.there = self._take(each.moved, "activations")
 
-    def _reduce(self, unit: _UnitMemory, made: list[list[Block]], last: bool) -> None:
+    def _reduce(self, due: list[tuple[_ParameterGroup, list[Block]]], last: bool) -> None:
         """Reduce or sum a unit's gradients: first those of separate experts, then the others."""
-        for group, blocks in reversed(list(zip(unit.groups, made, strict=True))):
+        for group, blocks in reversed(due):
             if group.alone:
                 self._keep_group(group, blocks, last)
             elif last or not self.sums:
@@ -519,7 +563,7 @@ class _Replay:
         made = []
         for group in unit.groups:
             group.added_sums = group.added_sums or self._take(group.added, "gradients")
-            made.append(self._take(group.weights, "gradients"))
+            made.append(self._take(unit.weights_of(group), "gradients"))
         return made
 
     def _take(self, sizes: list[int], kind: str) -> list[Block]:
@@ -598,7 +642,16 @@ def _listed(run: Resolved, stage: Stage) -> list[_UnitMemory]:
         if run.layout is not None and _defers_weights(run, run.layout, stage, unit.kind):
             _separate_held(made, *_held_until_weights(of, unit.kind, index))
         found.append(made)
+    for blocks in split_by_unit(run, stage, found):
+        _join_blocks(blocks)
     return found
+
+
+def _join_blocks(blocks: Sequence[_UnitMemory]) -> None:
+    """Give blocks of one FSDP unit one dense group; each keeps its group of separate experts."""
+    dense = functools.reduce(operator.add, (block.groups[0] for block in blocks))
+    for place, block in enumerate(blocks):
+        block.groups[0], block.place = dense, place
 
 
 def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: PartKind) -> bool:
@@ -654,7 +707,7 @@ def _groups(run: Resolved, kind: PartKind, layer: int | None) -> list[_Parameter
         if own:
             found.append(
                 _ParameterGroup(
-                    weights,
+                    [weights],
                     [each.columns for each in made],
                     sent=run.sent_element * whole,
                     shared=ranks > 1,

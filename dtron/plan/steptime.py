@@ -50,7 +50,7 @@ from dtron.plan.hardware import Hardware
 from dtron.plan.host_overhead import host_seconds
 from dtron.plan.muon import newton_schulz
 from dtron.plan.offloaded_states import bytes_of_buckets, bytes_on_host
-from dtron.plan.parameters import by_keeping, gathered_bytes, held, reductions, units
+from dtron.plan.parameters import by_keeping, gathered_bytes, held, joined_units, reductions
 from dtron.plan.run_shape import Resolved, Stage, shortened
 from dtron.plan.simulate import run_order
 from dtron.training.optim.offloaded import ON_DEVICE
@@ -405,14 +405,17 @@ def _most(seconds: dict[str, float]) -> str:
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
     """Return the seconds of FSDP's collectives that overlap nothing.
 
-    These are the first unit's all-gather, which runs before all computation, and the first unit's
-    reduction, which runs after all computation.
+    These are the first unit's all-gather, which runs before all computation, unless the update
+    hides it (`parallel.gather_in_update`), and the first unit's reduction, which runs after all
+    computation.
     """
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     if not own:
         return 0.0
-    first = own[:2]
-    return sum(hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in first)
+    gather, *others = (hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in own[:2])
+    if run.config.parallel.gather_in_update:
+        gather = max(0.0, gather - _update_of(run, rank, hardware))
+    return gather + sum(others)
 
 
 def copied_bytes(run: Resolved, rank: int) -> float:
@@ -441,7 +444,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
     turned = 2 * (sums if summed else m * run.element)
     found = 0.0
     for stage in run.stages_of(rank):
-        listed = units(run, stage)
+        listed = joined_units(run, stage)
         for place, unit in enumerate(listed):
             times = gathers(run, unit, place == len(listed) - 1)
             for (whole, shard), (trained, _), keeps in by_keeping(run, unit):

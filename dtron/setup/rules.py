@@ -788,9 +788,10 @@ FLOAT8: tuple[Rule[ModelCandidate], ...] = (
         '"tensorwise" or "blockwise"',
     ),
     Rule(
-        "float8.all_gather",
-        lambda c: c.shards > 1,
-        needs="parallel.dp_shard or parallel.cp > 1: no rank gathers weights",
+        "float8.all_gather lora.rank",
+        lambda c: not (c.config.float8.all_gather and c.config.lora.rank) or c.shards > 1,
+        "float8.all_gather with lora.rank = {c.config.lora.rank} and dp_shard x cp = 1: frozen "
+        "weights are not gathered and stay in train.dtype; leave it out",
     ),
     Rule(
         "float8.scaling float8.gather_inputs",

@@ -400,6 +400,10 @@ def test_shards_without_whole_blocks_of_8_bits_are_refused(
             "float8.gather_inputs gathers only float8 values",
         ),
         (
+            "parallel.dp_replicate=2 float8.recipe=tensorwise float8.all_gather=true",
+            "frozen weights are not gathered",
+        ),
+        (
             "lora.dora=true float8.recipe=tensorwise float8.all_gather=true",
             "lora.dora = true with float8.all_gather",
         ),
@@ -430,6 +434,35 @@ def test_keys_of_adapters_that_cannot_act_are_refused(
         resolve(load(tmp_path, "[lora]\nrank = 4", *override.split()), 2)
     assert message in str(error.value)
     assert load(tmp_path, "[lora]\nrank = 4").lora.scale == 4.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.gather_in_update=true parallel.dp_replicate=2", "no parameters are sharded"),
+        ("parallel.blocks_per_unit=2 parallel.dp_replicate=2", "no parameters are sharded"),
+        (
+            "parallel.gather_in_update=true optim.name=muon",
+            'no effect without optim.name = "adamw"',
+        ),
+        ("parallel.gather_in_update=true optim.offload=0.5", "optim.offload = 0"),
+        (
+            "parallel.gather_in_update=true compile.enable=true compile.cuda_graphs=step",
+            "the recorded step begins with its all-gathers",
+        ),
+        (
+            "parallel.blocks_per_unit=2 model.name=mixtral parallel.ep=2 parallel.zero=1 "
+            "parallel.overlap_micro_batches=true",
+            "for those of the other",
+        ),
+    ],
+)
+def test_keys_of_fsdp_units_that_cannot_act_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(load(tmp_path, "", *override.split()), 2)
+    assert message in str(error.value)
 
 
 def test_a_capacity_needs_several_groups_of_experts(tmp_path: Path) -> None:

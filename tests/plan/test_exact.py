@@ -63,6 +63,23 @@ CASES = {
     "encoder's ring": (ENCODER, 4, "parallel.cp=2 parallel.zero=3 recompute.mode=full"),
     "replicas": (DENSE, 4, "parallel.dp_replicate=2"),
     "sharded": (DENSE, 4, "parallel.zero=3 recompute.mode=full"),
+    "several blocks": (
+        DENSE,
+        4,
+        "parallel.zero=3 recompute.mode=full parallel.blocks_per_unit=2 model.override.n_layers=3 "
+        "parallel.gather_in_update=true",
+    ),
+    "several blocks ahead": (
+        LATENT,
+        4,
+        "parallel.ep=2 parallel.blocks_per_unit=3 model.override.mtp=1 parallel.zero=2",
+    ),
+    "several blocks, ZBV": (
+        DENSE,
+        4,
+        "parallel.pp=2 parallel.schedule=ZBVZeroBubble model.override.n_layers=8 "
+        "parallel.blocks_per_unit=2 parallel.zero=3",
+    ),
     "first block": (DENSE, 2, "parallel.zero=3 recompute.mode=full recompute.first=1"),
     "chunks": (
         DENSE,
