@@ -55,12 +55,8 @@ def shared(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """Return max |x| as a 0-dim tensor of x's dtype, in one pass even without compilation.
-
-    First of each row, so that torch.compile can compute these maxima in the kernel that writes x by
-    rows, such as that of a norm. A maximum of the whole tensor is a separate pass over x.
-    """
-    return torch.linalg.vector_norm(x, torch.inf, dim=-1).amax()
+    """Return max |x| as a 0-dim tensor of x's dtype, in one pass even without compilation."""
+    return torch.linalg.vector_norm(x, torch.inf)
 
 
 def scales_together(xs: Sequence[Tensor], cast: Cast, groups: Sequence[str]) -> list[Tensor]:

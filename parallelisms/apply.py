@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dtron.config import Compile, Parallel, Recompute
 from dtron.errors import ConfigError
@@ -174,8 +173,6 @@ class Applied:
     """Sends tokens to experts on other ranks; None if all experts are local."""
     overlap: BlockOverlap | None
     """Runs two micro-batches together; None without `parallel.overlap_micro_batches`."""
-    first_gathered: Sequence[FSDPModule]
-    """FSDP units that a step gathers first: those of this rank's first stage (`fsdp.sharding`)."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) of this rank's stages.
@@ -290,7 +287,6 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         offload=offload,
         dispatcher=selection.dispatcher,
         overlap=_overlap(parts, selection, mesh, experts) if overlaps else None,
-        first_gathered=results[min(results)].first_gathered,
     )
 
 
@@ -302,7 +298,6 @@ class _StageResult:
     recomputed: int
     compiled: list[str]
     deferred: WeightGradients | None
-    first_gathered: list[FSDPModule]
 
 
 @dataclass(frozen=True)
@@ -376,7 +371,7 @@ def _apply_to_stage(
     names = selection.stages.names
     by_columns = [p for fqn, p in part.named_parameters() if names[fqn] in selection.padded]
     _check_columns(by_columns, mesh)
-    first_gathered = shard(
+    shard(
         part,
         mesh,
         units,
@@ -394,7 +389,7 @@ def _apply_to_stage(
         seed, fill = passes.init
         materialize(part, torch.device(mesh.device_type))
         initialize(part, seed, fill, names, selection.padded)
-    return _StageResult(len(units), recomputed, compiled, deferred, first_gathered)
+    return _StageResult(len(units), recomputed, compiled, deferred)
 
 
 def _overlap(

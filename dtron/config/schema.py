@@ -256,10 +256,6 @@ class Parallel(Section):
     prefetch: int = Field(default=1, ge=0, le=MAX_LAYERS)
     """Number of FSDP units whose parameters are gathered ahead while the current unit computes, in
     forward and backward. A larger number overlaps more and needs more memory."""
-    gather_in_update: bool = False
-    """Gather the parameters of the FSDP units that the next step uses first while the optimizer
-    updates the others, instead of after the update. Without effect if the Trainer has callbacks,
-    which may change weights between steps."""
     blocks_per_unit: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Number of neighbouring blocks per FSDP unit: their parameters are gathered, and their
     gradients reduced, by one collective. A larger number sends fewer and larger messages, and needs

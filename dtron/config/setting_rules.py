@@ -188,10 +188,6 @@ def _outside_graphs(config: "RunConfig") -> Iterator[str]:
             "tables of documents have other sizes in each micro-batch, and a CUDA graph has fixed "
             "ones",
         ),
-        "parallel.gather_in_update = true": (
-            config.parallel.gather_in_update,
-            "the recorded step begins with its all-gathers",
-        ),
         "recompute.offload = true": (
             config.recompute.offload,
             "the host takes and returns memory of its pool in each step, which a CUDA graph does "
@@ -249,12 +245,6 @@ EFFECTS: tuple[Rule["RunConfig"], ...] = (
     ),
     Rule("optim.offload", needs='optim.name = "adamw"'),
     Rule("optim.momentum optim.adjust_lr_fn", needs='optim.name = "muon"'),
-    Rule(
-        "parallel.gather_in_update",
-        lambda c: c.optim.name in ("adamw", "adamw8bit", "lion", "sgd") and not c.optim.offload,
-        needs='optim.name = "adamw", "adamw8bit", "lion" or "sgd", and optim.offload = 0: other '
-        "updates take all parameters together",
-    ),
     Rule("parallel.sequence_parallel parallel.async_tp", needs="parallel.tp > 1"),
     Rule(
         "parallel.encoder_tp parallel.tp",
@@ -680,8 +670,7 @@ RANKS: tuple[Rule[Candidate], ...] = (
         "ranks below {c.world_size}",
     ),
     Rule(
-        "parallel.reduce_by parallel.copy_engines parallel.gather_in_update "
-        "parallel.blocks_per_unit",
+        "parallel.reduce_by parallel.copy_engines parallel.blocks_per_unit",
         lambda c: c.shards > 1,
         needs="parallel.dp_shard or parallel.cp > 1: no parameters are sharded",
     ),

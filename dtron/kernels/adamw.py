@@ -41,24 +41,20 @@ class Counts:
     """Update counts of several parameters as one tensor, incremented by one addition."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[list[Tensor], Tensor]] = []
-        """Sets of members without a common one, each with its tensor."""
+        self._members: list[Tensor] = []
+        self._all = torch.empty(0)
 
     def together(self, members: list[Tensor]) -> Tensor:
         """Make n scalar tensors, `members`, views of one tensor (n,), and return that tensor.
 
-        For members of an earlier call, the same tensor is returned again, unless a call with some
-        of them was between.
+        If the members are those of the previous call, the same tensor is returned again.
         """
-        for known, joined in self._known:
-            if len(known) == len(members) and not any(map(operator.is_not, known, members)):
-                return joined
-        joined, moved = torch.stack(members), set(map(id, members))
-        for member, own in zip(members, joined.unbind(), strict=True):
-            member.set_(own)  # type: ignore[call-overload]
-        self._known = [each for each in self._known if moved.isdisjoint(map(id, each[0]))]
-        self._known.append((list(members), joined))
-        return joined
+        known = self._members
+        if len(known) != len(members) or any(map(operator.is_not, known, members)):
+            self._all, self._members = torch.stack(members), list(members)
+            for member, own in zip(members, self._all.unbind(), strict=True):
+                member.set_(own)  # type: ignore[call-overload]
+        return self._all
 
 
 def adamw_(

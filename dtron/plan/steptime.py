@@ -405,17 +405,14 @@ def _most(seconds: dict[str, float]) -> str:
 def _alone(run: Resolved, rank: int, hardware: Hardware) -> float:
     """Return the seconds of FSDP's collectives that overlap nothing.
 
-    These are the first unit's all-gather, which runs before all computation, unless the update
-    hides it (`parallel.gather_in_update`), and the first unit's reduction, which runs after all
-    computation.
+    These are the first unit's all-gather, which runs before all computation, and the first unit's
+    reduction, which runs after all computation.
     """
     own = [c for c in collectives(run, rank, hardware.domain) if c.purpose == "fsdp"]
     if not own:
         return 0.0
-    gather, *others = (hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in own[:2])
-    if run.config.parallel.gather_in_update:
-        gather = max(0.0, gather - _update_of(run, rank, hardware))
-    return gather + sum(others)
+    first = own[:2]
+    return sum(hardware.collective(c.kind, c.size, c.ranks, c.inside) for c in first)
 
 
 def copied_bytes(run: Resolved, rank: int) -> float:

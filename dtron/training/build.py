@@ -22,7 +22,7 @@ from dtron.parallelisms.apply import Applied, Passes, apply_passes, build_execut
 from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.cuda_graph import GradientGraph
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
-from dtron.parallelisms.fsdp.sharding import DTYPES, FirstGathers, Policy
+from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
 from dtron.parallelisms.mesh import BATCH_AXES, LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.placement import Row
 from dtron.setup.preflight import ModelSetup
@@ -213,7 +213,6 @@ def build_run(
         setup.config.mtp_coefficient,
         guard,
         after_update if routing or refresh or scales else None,
-        FirstGathers(applied.first_gathered) if config.parallel.gather_in_update else None,
     )
     if config.compile.cuda_graphs == "step":
         device = torch.device(mesh.device_type)

@@ -20,7 +20,6 @@ from dtron.faults.corruption import Compute
 from dtron.models.dropout import token_keys
 from dtron.parallelisms.apply import Applied
 from dtron.parallelisms.cuda_graph import GradientGraph
-from dtron.parallelisms.fsdp.sharding import FirstGathers
 from dtron.parallelisms.gradients import clip_scale, global_norm
 from dtron.parallelisms.mesh import LOSS_AXES, SHARE_AXES, Mesh
 from dtron.parallelisms.pipeline.accumulate import Execution, MicroBatch
@@ -91,7 +90,6 @@ class TrainStep:
         after_update: function that is called after each step to update state that depends on
             weights, such as float8 scales. Its argument is a bool scalar on the device: False if
             the step was skipped. None: the weights were initialized or loaded.
-        first: parameters to gather for the next step during the update; None: none.
 
     Attributes:
         graph: computes the gradients as a CUDA graph; None: without one.
@@ -106,9 +104,8 @@ class TrainStep:
         mtp_weight: float = 0.0,
         guard: Guard | None = None,
         after_update: Callable[[Tensor | None], None] | None = None,
-        first: FirstGathers | None = None,
     ) -> None:
-        self.model, self.optimizer, self.first = model, optimizer, first
+        self.model, self.optimizer = model, optimizer
         self.max_grad_norm, self.dropout_seed, self.mtp_weight = (
             max_grad_norm,
             dropout_seed,
@@ -155,7 +152,7 @@ class TrainStep:
                 if self.guard.skips:
                     scale = torch.where(spike, torch.nan, scale)
                     taken = finite & ~spike
-            update(self.optimizer, scale, lr, self.first)
+            update(self.optimizer, scale, lr)
             if self.after_update is not None:
                 self.after_update(taken)
             self.optimizer.zero_grad()

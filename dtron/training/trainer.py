@@ -236,9 +236,6 @@ class Trainer:
             config.faults, self.faults.watchdog, model.applied, mesh, place.device, self.host_group
         )
         self.run = build_run(config, setup, model, self.guards.spikes, factory=self.optimizer)
-        if self.callbacks and self.run.step.first is not None:
-            log.info("parallel.gather_in_update is off: callbacks may change weights between steps")
-            self.run.step.first = None
         self.repeats = Repeats(self.run.step, place.device, self._compiling)
         loader = Loader(
             self.data_setup.train,
@@ -602,8 +599,6 @@ class Trainer:
         self.repeats.discard()
         self.saving.try_wait()
         checkpoint, metadata = self.rollback.load(spike, self.step)
-        if self.run.step.first is not None:
-            self.run.step.first.discard()
         self.step, self.tokens = metadata.step, metadata.tokens
         self.run.step.skipped_in_a_row.zero_()
         self._load_guards(metadata)

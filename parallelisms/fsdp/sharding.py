@@ -21,7 +21,6 @@ Frozen ones in the compute dtype need no cast: FSDP ignores them, since it would
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -35,13 +34,7 @@ from dtron.config import Parallel
 from dtron.parallelisms.expert.expert_parallel import fsdp_dim
 from dtron.parallelisms.expert.peer_memory import CopyEngine
 from dtron.parallelisms.fsdp.custom_collectives import AllToAllSum, CopiedAllGather
-from dtron.parallelisms.fsdp.torch_internals import (
-    bypass_reduction,
-    forward_hooks_on,
-    sharded_parameters,
-    sharded_tensor,
-    start_gathers,
-)
+from dtron.parallelisms.fsdp.torch_internals import bypass_reduction, forward_hooks_on
 from dtron.parallelisms.mesh import FSDP_AXES, Mesh
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -85,7 +78,7 @@ def shard(
     by_columns: Collection[nn.Parameter] = (),
     keep_last: bool = True,
     experts: Collection[nn.Module] = (),
-) -> list[FSDPModule]:
+) -> None:
     """Apply FSDP2 to every group of modules and then to the root, in place.
 
     Args:
@@ -96,9 +89,6 @@ def shard(
             false for pipeline stages.
         experts: modules that are sharded over edp_shard; they are gathered with the module of a
             group that contains them, otherwise with the root.
-    Returns:
-        The FSDP units that a forward gathers first: the root, the first of `groups`, and those that
-        are prefetched with it. One module of each.
     """
     policy = Policy.of(parallel, mesh)
     stored = {p.dtype for p in model.parameters()}  # a stage may have no parameters
@@ -152,8 +142,6 @@ def shard(
     _prefetch(order, parallel.prefetch)
     for unit in not_prefetched:
         _prefetch([unit], 0)
-    first = [unit for units in order[: 1 + parallel.prefetch] for unit in units]
-    return [module for module in (model, *first) if isinstance(module, FSDPModule)]
 
 
 def _shard_experts(
@@ -264,49 +252,6 @@ def begin_micro_batch(model: FSDPModule, policy: Policy, last: bool) -> None:
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or not policy.keep_gathered)
     model.set_is_last_backward(last)
-
-
-class FirstGathers:
-    """Gathers the parameters that the next forward uses first while others are updated.
-
-        update parameters    | of these units | of all other units         |
-        all-gathers                           [these units]                | next step
-
-    The weights must not change between `start` and the next forward, unless `discard` is called.
-
-    Args:
-        units: result of `shard`. Those whose weights FSDP gathers in float8 are left out, since
-            their scales are computed after the whole update.
-    """
-
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
-        self._units, self._started = units, False
-
-    @functools.cached_property
-    def units(self) -> list[FSDPModule]:
-        """The units that are gathered; only after the first forward."""
-        return [u for u in self._units if not any(map(_has_gather_hook, sharded_parameters(u)))]
-
-    @functools.cached_property
-    def parameters(self) -> frozenset[nn.Parameter]:
-        """The sharded parameters of these units, to be updated before `start`."""
-        return frozenset(p for unit in self.units for p in sharded_parameters(unit))
-
-    def start(self) -> None:
-        """Gather the parameters in the background; a collective of each unit."""
-        start_gathers(self.units)
-        self._started = True
-
-    def discard(self) -> None:
-        """Free what `start` has gathered, because other weights were loaded; a collective."""
-        for unit in self.units if self._started else ():
-            unit.unshard()  # waits for the all-gather; only then are parameters freed
-            unit.reshard()
-        self._started = False
-
-
-def _has_gather_hook(parameter: nn.Parameter) -> bool:
-    return hasattr(sharded_tensor(parameter), "fsdp_pre_all_gather")  # type: ignore[arg-type]
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -8,8 +8,6 @@
     accumulate_on           the CUDA stream on which autograd adds gradients of parameters
     before_reductions       a call before FSDP takes the gradients of a unit
     bypass_reduction        skip the reduction for parameters that are not sharded
-    start_gathers           gather parameters before the forward that uses them
-    sharded_parameters      the parameters that FSDP gathers with a unit
     sharded_tensor          the tensor on which FSDP looks up all-gather hooks (float8)
     gathered_buffers        the memory of gathered parameters, for tracing
 
@@ -20,8 +18,7 @@ reduction; in torch 2.15 the unsharded parameter's `.grad` is that sum, in the d
 Private names used, tested with torch 2.11, 2.13 and 2.15: `_fsdp_param_group`, `_is_root`,
 `_training_state` and `_root_post_backward_final_callback` of FSDP's state, and
 `Tensor._post_accumulate_grad_hooks`. Without an underscore but undocumented: reduce_dtype,
-param_dtype, fsdp_params, post_backward, reduce_grads, comm_ctx.all_gather_copy_in_stream and
-device_handle of a parameter group; sharded_param,
+param_dtype, fsdp_params, post_backward and reduce_grads of a parameter group; sharded_param,
 unsharded_param, unsharded_grad_data, unsharded_grad_dtype, orig_dtype, to_sharded_dtensor and
 all_gather_outputs of its parameters, and before torch 2.15 unsharded_accumulated_grad,
 unsharded_accumulated_grad_data, accumulate_unsharded_grad_if_needed and
@@ -263,28 +260,6 @@ def before_reductions(root: nn.Module, call: Callable[[], None]) -> None:
 def _call_before(call: Callable[[], None], post_backward: Callable[[], None], *_: Any) -> None:
     call()
     post_backward()
-
-
-def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the sharded parameters that FSDP gathers with a unit, after its first forward."""
-    group = _state(unit)._fsdp_param_group
-    return [] if group is None else [p.sharded_param for p in group.fsdp_params]
-
-
-def start_gathers(units: Sequence[FSDPModule]) -> None:
-    """Start the all-gathers of FSDP units; the forward of a unit waits for its all-gather.
-
-    They read what the current stream has written by now, and run on FSDP's stream for all-gathers,
-    whose memory they use, while the current stream continues. Only after the first forward.
-    """
-    for unit in units:
-        group = _state(unit)._fsdp_param_group
-        if group is None:  # a root without parameters
-            continue
-        stream, device = group.comm_ctx.all_gather_copy_in_stream, group.device_handle
-        stream.wait_stream(device.current_stream())
-        with device.stream(stream):
-            unit.unshard(async_op=True)
 
 
 def bypass_reduction(unit: FSDPModule) -> None:

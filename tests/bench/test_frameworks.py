@@ -231,7 +231,6 @@ FREE = {
     "compile.cuda_graphs",
     "parallel.overlap_micro_batches",
     "parallel.prefetch",
-    "parallel.gather_in_update",
     "parallel.blocks_per_unit",
     "parallel.stages_per_rank",
     "parallel.cp_inner",  # of a cp_method that is refused

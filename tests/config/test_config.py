@@ -439,17 +439,7 @@ def test_keys_of_adapters_that_cannot_act_are_refused(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("parallel.gather_in_update=true parallel.dp_replicate=2", "no parameters are sharded"),
         ("parallel.blocks_per_unit=2 parallel.dp_replicate=2", "no parameters are sharded"),
-        (
-            "parallel.gather_in_update=true optim.name=muon",
-            'no effect without optim.name = "adamw"',
-        ),
-        ("parallel.gather_in_update=true optim.offload=0.5", "optim.offload = 0"),
-        (
-            "parallel.gather_in_update=true compile.enable=true compile.cuda_graphs=step",
-            "the recorded step begins with its all-gathers",
-        ),
         (
             "parallel.blocks_per_unit=2 model.name=mixtral parallel.ep=2 parallel.zero=1 "
             "parallel.overlap_micro_batches=true",

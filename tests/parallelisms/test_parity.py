@@ -244,7 +244,7 @@ ALTERNATE = {"window": 6, "full_attention_every": 2, "sinks": True}
 HIERARCHICAL = Parallel(cp=4, cp_method="hierarchical")
 TIED, DROPPED = {"tied": True}, {"dropout": 0.1}
 IN_MATMUL: Any = {"accumulate_in_matmul": True}
-IN_UPDATE: Any = {"gather_in_update": True, "blocks_per_unit": 2}
+JOINED: Any = {"blocks_per_unit": 2}
 ALL_DENSE: dict[str, Any] = {
     **{"n_experts": 0, "experts_per_token": 0, "expert_dim": 0, "first_dense_layers": 0},
     **{"n_shared_experts": 0, "n_groups": 1, "top_groups": 1, "routed_scaling": 1.0},
@@ -529,13 +529,12 @@ SPECIAL = [
     *UPDATED,
     *[Case("llama", 4, Parallel(dp_replicate=n, dp_shard=4 // n)) for n in (1, 4)],
     Case("llama", 4, Parallel(dp_replicate=2, prefetch=2)),
-    # first gathers during the update; several blocks per unit
-    Case("gpt", 2, Parallel(zero=2, **IN_UPDATE), optimizer="adamw", override=TIED),
-    Case("llama", 4, Parallel(pp=2, schedule=V, **IN_UPDATE), optimizer="adamw"),
+    # several blocks per unit
+    Case("gpt", 2, Parallel(zero=2, **JOINED), optimizer="adamw", override=TIED),
+    Case("llama", 4, Parallel(pp=2, schedule=V, **JOINED), optimizer="adamw"),
     Case("deepseek_v3", 2, Parallel(ep=2, blocks_per_unit=3), override=MTP),
-    Case("llama", 4, Parallel(cp=2, tp=2, **IN_UPDATE), FULL, EAGER, loss_chunks=3),
-    Case("llava", 2, Parallel(zero=1, **IN_UPDATE)),
-    Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True, gather_in_update=True)),
+    Case("llama", 4, Parallel(cp=2, tp=2, **JOINED), FULL, EAGER, loss_chunks=3),
+    Case("llava", 2, Parallel(zero=1, **JOINED)),
     Case(
         "gpt",
         2,
@@ -806,7 +805,7 @@ FLOAT8 = [
     # weights and inputs that travel in float8
     float8("tensorwise", 4, Parallel(dp_replicate=2), float8=GATHER, steps=3),
     float8("blockwise", 4, Parallel(dp_replicate=2), float8=GATHER, override=BLOCKS, steps=3),
-    float8("tensorwise", 2, Parallel(**IN_UPDATE), float8=GATHER, steps=3),
+    float8("tensorwise", 2, Parallel(**JOINED), float8=GATHER, steps=3),
     # weights that one rank casts once per step
     float8("tensorwise", 1, Parallel(), float8=GATHER, steps=3),
     float8("tensorwise", 2, Parallel(tp=2), float8=GATHER, compile=EAGER),

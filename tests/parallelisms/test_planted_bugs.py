@@ -38,8 +38,6 @@ from dtron.parallelisms.context.ring import RingBlocks
 from dtron.parallelisms.expert import all_to_all as exchanged
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.fsdp import sharding as fsdp
-from dtron.parallelisms.fsdp.sharding import FirstGathers
-from dtron.parallelisms.fsdp.torch_internals import sharded_parameters, start_gathers
 from dtron.parallelisms.gradients import local_gradients
 from dtron.parallelisms.mesh import Mesh
 from dtron.parallelisms.offload import Offload
@@ -995,16 +993,6 @@ def parts_of_experts_counted_once() -> None:
     gradients._owned = owned
 
 
-def gathered_before_the_update() -> None:
-    """What the next step uses first is gathered before it is updated."""
-
-    def parameters(self: FirstGathers) -> frozenset[nn.Parameter]:
-        start_gathers(self.units)
-        return frozenset(p for unit in self.units for p in sharded_parameters(unit))
-
-    FirstGathers.parameters = property(parameters)  # type: ignore[assignment]
-
-
 def weights_of_the_first_step() -> None:
     """Weights are cast to float8 once, and not again after their update."""
     cast, first = _WeightShard.before, {}
@@ -1015,14 +1003,12 @@ def weights_of_the_first_step() -> None:
     _WeightShard.before = before  # type: ignore[method-assign]
 
 
-FIRST = Case("llama", 2, Parallel(gather_in_update=True), sequences=2)
 ONCE = parity.float8("tensorwise", 1, Parallel(), float8={"all_gather": True})
 DELAYED = parity.float8("tensorwise", 2, Parallel(dp_replicate=2), **parity.DELAYED)
 LATE_BUGS = [
     Bug(parts_of_experts_counted_once, EP, r"norm .*"),
     Bug(parts_of_experts_counted_once, replace(EP, parallel=Parallel(tp=2, ep=2)), r"norm .*"),
     Bug(histories_of_ones_own, DELAYED, r"parameter .*"),
-    Bug(gathered_before_the_update, FIRST, r"loss 1"),
     Bug(weights_of_the_first_step, ONCE, r"loss 1"),
     Bug(wide_moments_of_experts, NARROW, r"parameter .*experts.*"),
     Bug(biases_by_own_loads, BIASED, r"loads .*"),

@@ -66,8 +66,7 @@ CASES = {
     "several blocks": (
         DENSE,
         4,
-        "parallel.zero=3 recompute.mode=full parallel.blocks_per_unit=2 model.override.n_layers=3 "
-        "parallel.gather_in_update=true",
+        "parallel.zero=3 recompute.mode=full parallel.blocks_per_unit=2 model.override.n_layers=3",
     ),
     "several blocks ahead": (
         LATENT,

@@ -1,8 +1,5 @@
 """Problems of `dtron bench kernels` that cast to float8."""
 
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,30 +94,6 @@ def _carried_formula(x: Tensor) -> Tensors:
     return [dequantize(quantize(x, cast), torch.float32).to(x.dtype)]
 
 
-def _norm(x: Tensor, gain: Tensor) -> Tensor:
-    return F.rms_norm(x.float(), (x.shape[-1],), gain.float()).to(x.dtype)
-
-
-def _norm_formula(x: Tensor, gain: Tensor) -> Tensors:
-    """Return a norm in float8 and its scale, by one maximum of the whole tensor."""
-    y = _norm(x, gain)
-    scale = scale_of(y.abs().amax().view(1, 1), _INPUT)
-    return quantize(y, _INPUT, scale=scale).data, scale
-
-
-@functools.cache
-def _compiled_norm() -> Callable[..., Tensors]:
-    def norm(x: Tensor, gain: Tensor) -> Tensors:
-        done = quantize(_norm(x, gain), _INPUT)
-        return done.data, done.scale
-
-    return torch.compile(norm, dynamic=False)
-
-
-def _draw_norm(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return normal(dtype, device, shape, shape[1:])
-
-
 CAST = Problem(
     modules=("float8", "float8_triton"),
     dims="tokens, width",
@@ -147,22 +120,6 @@ GATED = Problem(
         KernelRow("formula", _gated_formula, _gated_formula_backward),
         KernelRow("dtron", _gated_kernel, _gated_kernel_backward, needs_triton),
     ),
-)
-
-NORM = Problem(
-    modules=("float8",),
-    dims="tokens, width",
-    shapes={"cuda": (16384, 4096), "cpu": (512, 256)},
-    draw=_draw_norm,
-    flops=lambda shape: (7.0 * shape[0] * shape[1],),
-    # The input is read twice, for the maximum and for the cast.
-    n_bytes=lambda x, _: (2.0 * x.nbytes + x.numel(),),
-    rows=(
-        KernelRow("formula", _norm_formula),
-        KernelRow("dtron, compiled", lambda *x: _compiled_norm()(*x), None, needs_triton),
-    ),
-    parts=("norm and cast",),
-    compared=None,
 )
 
 ROWS = Problem(

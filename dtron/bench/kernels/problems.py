@@ -12,7 +12,6 @@ PROBLEMS: dict[str, Problem] = {
     "gradient sums": updates.GRADIENT_SUMS,
     "float8 cast": float8.CAST,
     "float8 gated": float8.GATED,
-    "float8 norm": float8.NORM,
     "permute": experts.PERMUTE,
     "peers": experts.PEERS,
     "float8 rows": float8.ROWS,

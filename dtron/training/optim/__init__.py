@@ -5,14 +5,12 @@ changes nothing if the scale is not finite. Updates act on local shards, since t
 only Muon's matrices are exchanged. On DTensors, torch would propagate placements for each tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from dtron.config import Optim
-from dtron.parallelisms.fsdp.sharding import FirstGathers
 from dtron.setup.optim_groups import group_of
 from dtron.training.optim.adamw import AdamW
 from dtron.training.optim.average import Average
@@ -141,48 +139,16 @@ def is_matrix(fqn: str, n_dims: int) -> bool:
     return n_dims >= 2 and not fqn.endswith("bias")
 
 
-def update(
-    optimizer: torch.optim.Optimizer,
-    scale: Tensor,
-    lr: float,
-    first: FirstGathers | None = None,
-) -> None:
+def update(optimizer: torch.optim.Optimizer, scale: Tensor, lr: float) -> None:
     """Do one optimizer step with gradients times `scale`; a non-finite `scale` changes nothing.
 
     Args:
         optimizer: result of `build_optimizer`.
         scale: a float32 scalar on the device; the host does not wait for its value.
         lr: learning rate of this step; `lr_factor` of a group multiplies it.
-        first: parameters to update first, and to gather while the others are updated; None: all
-            are updated together. Then the optimizer must update each parameter by itself.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    if first is None:
-        _step(optimizer, scale)
-        return
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    with _without_gradients(p for p in everything if p not in first.parameters):
-        _step(optimizer, scale)
-    first.start()
-    with _without_gradients(p for p in everything if p in first.parameters):
-        _step(optimizer, scale)
-
-
-@contextmanager
-def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager: inside it, the gradients of parameters are None; optimizers skip these."""
-    gradients = {p: p.grad for p in parameters}
-    for p in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in gradients.items():
-            p.grad = gradient
-
-
-def _step(optimizer: torch.optim.Optimizer, scale: Tensor) -> None:
     if isinstance(optimizer, AnyOptimizer):
         optimizer.scale = scale
         optimizer.step()
