@@ -1,5 +1,7 @@
 """Weight gradients of experts that are added to a sum, against float64."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,8 @@ def run_tiles(total: Tensor, grad: Tensor, x: Tensor, ends: Tensor, add: bool) -
 
     experts, *sizes = total.shape
     tile = {"TILE_M": 32, "TILE_K": 16, "TILE_N": 16}
-    grouped_gemm_tile[grid(experts, *sizes)(tile)](total, grad, x, ends, *sizes, ADD=add, **tile)
+    kernel = cast(Any, grouped_gemm_tile)
+    kernel[grid(experts, *sizes)(tile)](total, grad, x, ends, *sizes, ADD=add, **tile)
 
 
 @pytest.mark.parametrize(("narrow", "wide", "most"), DTYPES)

@@ -285,7 +285,7 @@ def test_a_backward_frees_what_it_read_before_it_sends() -> None:
     steps.stages = {
         0: [
             replay._UnitMemory(
-                groups=[replay._ParameterGroup([16 * mib], [False], 32 * mib, shared=True)],
+                groups=[replay._ParameterGroup([[16 * mib]], [False], 32 * mib, shared=True)],
                 shards=[],
                 kept=[32 * mib],
                 moved=[],
@@ -315,8 +315,8 @@ def _steps(groups: list[replay._ParameterGroup], pool: HolelessPool) -> replay._
 def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> None:
     """Weights of 1 and 8 and as large gradients; the experts' 16 go before the others' 2 are made,
     with their weights and gradients."""
-    dense = replay._ParameterGroup([1 << 20], [False], 2 << 20, shared=True)
-    experts = replay._ParameterGroup([8 << 20], [False], 16 << 20, shared=True)
+    dense = replay._ParameterGroup([[1 << 20]], [False], 2 << 20, shared=True)
+    experts = replay._ParameterGroup([[8 << 20]], [False], 16 << 20, shared=True)
     pool = HolelessPool()
     steps = _steps([dense, experts], pool)
     steps._forward(0, 0)
@@ -328,8 +328,8 @@ def test_experts_that_are_apart_are_sent_before_the_rest_of_their_block() -> Non
 
 def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
     """As `fsdp._shard_experts` has it: the dense part, of 1, is freed."""
-    dense = replay._ParameterGroup([1 << 20], [False], 0, shared=True)
-    experts = replay._ParameterGroup([8 << 20], [False], 0, shared=False)
+    dense = replay._ParameterGroup([[1 << 20]], [False], 0, shared=True)
+    experts = replay._ParameterGroup([[8 << 20]], [False], 0, shared=False)
     steps = _steps([dense, experts], HolelessPool())
     steps.stages[0][0].stays = False
     steps._forward(0, 0)
@@ -341,7 +341,7 @@ def test_experts_that_no_ranks_share_stay_until_the_backward() -> None:
 def test_experts_of_one_rank_keep_their_gradients() -> None:
     """Weights of 8 and as large gradients, cast to 16, which stay to the end of the step; those of
     the second micro-batch are cast too, then added."""
-    experts = replay._ParameterGroup([8 << 20], [False], 99 << 20, shared=False, alone=True)
+    experts = replay._ParameterGroup([[8 << 20]], [False], 99 << 20, shared=False, alone=True)
     pool = HolelessPool()
     steps = _steps([experts], pool)
     steps._forward(0, 0)
@@ -356,7 +356,7 @@ def test_experts_of_one_rank_keep_their_gradients() -> None:
 
 def test_kept_gradients_go_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the first step's moments are made beside them."""
-    experts = replay._ParameterGroup([8 << 20], [False], 0, shared=False, alone=True)
+    experts = replay._ParameterGroup([[8 << 20]], [False], 0, shared=False, alone=True)
     pool = HolelessPool()
     steps = _steps([experts], pool)
     steps.step()
@@ -381,7 +381,7 @@ def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._ParameterG
     """Of a stage of one unit of weights 10 and an embedding of 4, hidden states of none."""
     pool = HolelessPool()
     steps = replay._Replay(run(SPLIT, 2), 0, pool)  # type: ignore[arg-type]
-    block, embedding = (replay._ParameterGroup([n], [False], 2 * n, shared=True) for n in (10, 4))
+    block, embedding = (replay._ParameterGroup([[n]], [False], 2 * n, shared=True) for n in (10, 4))
     unit = replay._UnitMemory(
         [block],
         [],
@@ -391,8 +391,8 @@ def _split_steps(**sizes: list[int]) -> tuple[replay._Replay, replay._ParameterG
         passing=[],
         stays=False,
         defers_weights=True,
-        **sizes,
-    )  # type: ignore[arg-type]
+        **sizes,  # type: ignore[arg-type]
+    )
     rest = replay._UnitMemory([embedding], [], [], [], [], 0, [], stays=False)
     steps.stages, steps.hidden, steps.logits = {0: [rest, unit]}, 0, []
     return steps, block, pool
@@ -525,14 +525,14 @@ def test_gradients_of_kept_experts_are_of_the_stream_of_computation() -> None:
 
 def test_what_is_shared_by_columns_is_copied_once_more() -> None:
     """Out of a gather beside what it came as, and before it is sent beside the others."""
-    group = replay._ParameterGroup([8 << 20, 2 << 20], [True, False], 0, shared=True)
+    group = replay._ParameterGroup([[8 << 20, 2 << 20]], [True, False], 0, shared=True)
     pool = HolelessPool()
     steps = _steps([group], pool)
     steps._forward(0, 0)
     assert pool.reserved == (8 + 8 + 2) << 20
     pool = HolelessPool()
     steps = _steps([group], pool)
-    steps._reduce(steps.stages[0][0], [[pool.take(8 << 20), pool.take(2 << 20)]], last=True)
+    steps._reduce([(group, [pool.take(8 << 20), pool.take(2 << 20)])], last=True)
     assert pool.reserved == (8 + 2 + 8) << 20
 
 
