@@ -61,7 +61,11 @@ _FAILURES = (
     (r"OutOfMemoryError: (.*?)(?:\. GPU|\n|$)", "out of memory: {}"),
     (r"^.*?(DefaultCPUAllocator: can't allocate memory.*)$", "out of memory: {}"),
     (r"(Watchdog caught collective operation timeout)", "{}"),
-    (r"^(?:\[rank\d+\]: ?)?((?!Traceback)\w[\w.]*(?:Error|Exception)\b.*)$", "{}"),
+    (
+        r"^(?:\[rank\d+\]: ?)?((?!Traceback|[\w.]*ChildFailed)\w[\w.]*(?:Error|Exception)\b.*)$",
+        "{}",
+    ),
+    (r"(Signal \d+ \(SIG\w+\)) received by PID", "a rank ended by {}"),
 )
 _LONGEST = 300
 

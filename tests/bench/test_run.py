@@ -115,6 +115,8 @@ LOGS = {
     "total capacity\n": "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB",
     "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: ValueError: no\n"
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n": "ValueError: no",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n  exitcode: -11\n"
+    "  traceback : Signal 11 (SIGSEGV) received by PID 7\n": "a rank ended by Signal 11 (SIGSEGV)",
     "nothing": "exit status 1; see the log",
 }
 
