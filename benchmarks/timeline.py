@@ -97,8 +97,8 @@ def draw(trace: Trace, window: Interval, origin: float) -> str:
     rows = [(name, [(s.part, (s.begin, s.end)) for s in spans]) for name, spans in tracks(trace)]
     if trace.host:
         calls, waits = HOST
-        host = [(calls, each) for each in trace.host] + [(waits, each) for each in trace.waits]
-        rows.append(("host", host))
+        waited = set(trace.waits)
+        rows.append(("host", [(waits if i in waited else calls, i) for i in trace.host]))
     parts = [heading(12, f"{(window[1] - window[0]) / 1e3:.2f} ms of a step, {trace.device}")]
     for number, (name, labelled) in enumerate(rows):
         y = TOP + number * (HEIGHT + GAP)

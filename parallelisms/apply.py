@@ -271,7 +271,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
     }
     deferred = {s: result.deferred for s, result in results.items() if result.deferred}
     overlaps = passes.parallel.overlap_micro_batches
-    experts = deferred.get(0) if passes.layout is None else None
+    queues = deferred.get(0) if passes.layout is None else None  # a pipeline runs its queues itself
     return Applied(
         parts,
         units=sum(result.units for result in results.values()),
@@ -286,7 +286,7 @@ def apply_passes(model: nn.Module, mesh: Mesh, passes: Passes) -> Applied:
         loss_in_head=passes.loss is not None,
         offload=offload,
         dispatcher=selection.dispatcher,
-        overlap=_overlap(parts, selection, mesh, experts) if overlaps else None,
+        overlap=_overlap(parts, selection, mesh, queues) if overlaps else None,
     )
 
 

@@ -72,9 +72,10 @@ class ExpertLayers:
     in `models/moe.py`. A model may instead call `begin(rows, offsets, tail)` and pass its result to
     `finish`; computation between the calls overlaps with the dispatch. An optional attribute
     `activate`, an elementwise function of tensors, is compiled if the model is. Schedules that
-    split the backward also defer the experts' weight gradients, if the attribute `multiply` is
-    `grouped_matmul` and a method `product(name, x, offsets)` computes all matmuls. Expert
-    parallelism sets the module's attribute `local_forward`.
+    split the backward, `overlap_micro_batches` and `accumulate_in_matmul` compute the experts'
+    weight gradients outside of autograd, if the attribute `multiply` is `grouped_matmul` and a
+    method `product(name, x, offsets)` computes all matmuls. Expert parallelism sets the module's
+    attribute `local_forward`.
     """
 
     experts: str

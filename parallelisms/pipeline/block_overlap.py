@@ -23,10 +23,12 @@ collectives of one group one after another: a lane would wait for the other's co
 issue the collectives of both groups in the same order.
 
 **Weight gradients of experts.** Without a pipeline they are queued (`split_backward.py`). The lane
-sends the gradients of tokens back first; while these travel, a third stream computes the weight
+sends the gradients of tokens back first; while these travel, a separate stream computes the weight
 gradients. It starts when the last one of the block is queued, and the lane waits for it at the end
 of the block's backward, where FSDP takes the gradients. The host issues them there too, so that the
-graphs of compiled blocks do not change; the GPU is usually behind the host by then.
+graphs of compiled blocks do not change; the GPU is usually behind the host by then. It is not the
+stream on which autograd adds gradients: by then autograd has issued additions there that wait for
+the rest of the block's backward.
 
 **Memory.** Activations of two micro-batches, and both lanes have their own pool of free memory.
 
@@ -142,12 +144,14 @@ class BlockOverlap:
         self._units = {root: fsdp_units(root) for root in roots}
         streams: list[torch.cuda.Stream | None] = [None, None]
         self._adds: torch.cuda.Stream | None = None
-        """The stream on which gradients of parameters are added."""
+        """The stream on which autograd adds gradients of parameters."""
+        self._weights: torch.cuda.Stream | None = None
+        """The stream on which deferred weight gradients are computed and added."""
         self._queued: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._queued = torch.cuda.Event()
             streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
-            self._adds = torch.cuda.Stream(device)
+            self._adds, self._weights = torch.cuda.Stream(device), torch.cuda.Stream(device)
             # Autograd would warn in each step that gradients are added on another stream.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.lanes = [Lane(*each) for each in zip(groups, streams, strict=True)]
@@ -252,14 +256,14 @@ class BlockOverlap:
         """Compute the queued weight gradients, and let the lane wait for them."""
         if self.deferred is None or not self.deferred.collected:
             return
-        if self._adds is None or self._queued is None:
+        if self._weights is None or self._queued is None:
             self.deferred.run_collected()
             return
-        self._adds.wait_event(self._queued)
-        with torch.cuda.stream(self._adds):
+        self._weights.wait_event(self._queued)
+        with torch.cuda.stream(self._weights):
             self.deferred.run_collected()
         # Operands belong to the lane's memory, which is used again only after this wait.
-        torch.cuda.current_stream().wait_stream(self._adds)
+        torch.cuda.current_stream().wait_stream(self._weights)
 
     @contextmanager
     def _in_lane(self, index: int) -> Iterator[None]:

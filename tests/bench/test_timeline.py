@@ -63,6 +63,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert shown in svg
     for colour in (COLOURS[DISPATCH], COLOURS[EXPERTS], *HOST.values()):
         assert svg.count(colour) >= 2  # in a row, and in the legend
+    assert COLOURS[DISPATCH] == HOST["waits for the device"]
+    assert svg.count(COLOURS[DISPATCH]) == 5  # two dispatches, a wait, and two in the legend
     main([str(trace), str(out), "--begin", "0.7", "--end", "0.9"])
     assert "no dispatch or combine" in capsys.readouterr().out
     for wrong in (["--step", "3"], ["--begin", "5"]):

@@ -4,9 +4,11 @@ tests/parallelisms/test_parity.py compares layouts with one process, test_plante
 mistakes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from dtron.parallelisms.apply import ParallelPlan, Passes, apply_passes
 from dtron.parallelisms.expert import all_to_all
 from dtron.parallelisms.expert.all_to_all import AllToAll
 from dtron.parallelisms.mesh import Mesh
-from dtron.parallelisms.pipeline import weight_gradients
-from dtron.parallelisms.pipeline.block_overlap import Tape
+from dtron.parallelisms.pipeline import block_overlap, weight_gradients
+from dtron.parallelisms.pipeline.block_overlap import BlockOverlap, Tape
 from dtron.parallelisms.pipeline.lowering import add_communication
 from dtron.parallelisms.pipeline.schedule_ops import Action, Kind, execute, together
 from dtron.parallelisms.pipeline.schedules import order_of, stage_ranks
@@ -105,6 +107,53 @@ def test_weight_gradients_of_experts_follow_the_gradients_of_tokens() -> None:
     for events in run_ranks(2, exchanged_and_computed, PLAIN):
         assert events.endswith("SSWWW" * 3)  # the last backward runs alone
         assert events.count("W") == 3 * 3 * 3
+
+
+class FakeStream:
+    """A CUDA stream that only records which of them was current."""
+
+    current: list["FakeStream"] = []  # noqa: RUF012
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.current.append(self)
+        yield
+        self.current.pop()
+
+
+def test_weight_gradients_do_not_queue_behind_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's stream of additions waits for the whole block before their matmuls are issued."""
+    lane = FakeStream()
+    monkeypatch.setattr(FakeStream, "current", [lane])
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", FakeStream.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: FakeStream.current[-1])
+    used: dict[str, FakeStream] = {}
+
+    def accumulate_on(_: Any, stream: FakeStream) -> list[Any]:
+        used["additions"] = stream
+        return []
+
+    class Queue:
+        collected = 1
+
+        def run_collected(self) -> None:
+            used["matmuls"] = FakeStream.current[-1]
+
+    monkeypatch.setattr(block_overlap, "accumulate_on", accumulate_on)
+    arguments: Any = ([torch.nn.Identity()], [], Mock(), [Mock(), Mock()], torch.device("cuda"))
+    overlap = BlockOverlap(*arguments, deferred=Queue())  # type: ignore[arg-type]
+    overlap.begin_step()
+    overlap._add_weight_gradients()
+    streams = {*used.values(), *(each.stream for each in overlap.lanes)}
+    assert len(streams) == 4
 
 
 def both(case: Case) -> list[bool]:
