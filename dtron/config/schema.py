@@ -259,7 +259,7 @@ class Parallel(Section):
     blocks_per_unit: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """Number of neighbouring blocks per FSDP unit: their parameters are gathered, and their
     gradients reduced, by one collective. A larger number sends fewer and larger messages, and needs
-    more memory. In a pipeline, blocks of one stage."""
+    more memory. In a pipeline, blocks of one stage. At most the blocks of the largest stage."""
     sequence_parallel: bool = True
     """With tp > 1, split the sequence over tp outside of attention and feed-forward: each rank
     computes and holds norms, dropout and residuals for 1 / tp of the tokens. false: each rank does

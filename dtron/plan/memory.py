@@ -30,7 +30,16 @@ from dtron.plan.allocator import Expandable
 from dtron.plan.gather_buffers import Gather, gathered_through
 from dtron.plan.hardware import Hardware
 from dtron.plan.offloaded_states import bytes_on_host
-from dtron.plan.parameters import Unit, gathered_bytes, held, joined_units, reductions
+from dtron.plan.parameters import (
+    Unit,
+    by_keeping,
+    gathered_bytes,
+    held,
+    joined_units,
+    reductions,
+    split_by_unit,
+    units,
+)
 from dtron.plan.run_shape import Resolved, Stage, expert_room, expert_rows, pulls_rows
 
 CLASSES = (*replay.CLASSES, "buffers")
@@ -222,18 +231,21 @@ def _buffers(run: Resolved, rank: int) -> float:
     depth, again = run.config.parallel.prefetch, not run.policy.keep_gathered
     found = 0.0
     for stage in run.stages_of(rank):
-        sizes = tuple(_parts(run, unit) for unit in joined_units(run, stage))
+        joined = split_by_unit(run, stage, units(run, stage))
+        sizes = tuple(_parts(run, blocks) for blocks in joined)
         stays = run.layout is None  # the last unit stays gathered
         found += gathered_through(sizes, depth, again, stays) + _reduction_sums(run, stage)
     return found
 
 
-def _parts(run: Resolved, unit: Unit) -> tuple[Gather, ...]:
-    """Return the all-gathers of a unit: of its dense part and of its experts, if sharded."""
+def _parts(run: Resolved, blocks: Sequence[Unit]) -> tuple[Gather, ...]:
+    """Return all-gathers of an FSDP unit: its dense part and each block's experts, if sharded."""
+    unit = sum(blocks[1:], blocks[0])
     casts = run.element < 4  # float32 is sent without a cast
     if run.frozen_element < 4:
         casts *= unit.trained_shard / max(1, unit.shard)
-    shared = [(whole, part) for whole, part in gathered_bytes(run, unit) if part < whole]
+    dense, experts = gathered_bytes(run, unit)[0], [gathered_bytes(run, b)[1] for b in blocks]
+    shared = [(whole, part) for whole, part in (dense, *experts) if part < whole]
     return tuple((whole, int(part * casts)) for whole, part in shared)
 
 
@@ -243,14 +255,27 @@ def _reduction_sums(run: Resolved, stage: Stage) -> int:
     These are new sums before they are added to the shards, sums before their cast to float32, and
     received gradients.
     """
-    listed, each = joined_units(run, stage), 0
+    each = 0
     if run.times_reduced > 1:
         each += 4
     if run.reduce_element < 4:
         each += run.reduce_element
     received = run.element if run.exchanges else 0
-    parts = (part for u in listed for part in reductions(run, u))
-    return max((shard * each + gathered * received for gathered, shard in parts), default=0)
+    reduced = [
+        gradients
+        for place, listed in enumerate(_in_collectives(run, stage))
+        for _, gradients, keeps in (by_keeping(run, u)[place] for u in listed)
+        if not keeps
+    ]
+    return max((shard * each + gathered * received for gathered, shard in reduced), default=0)
+
+
+def _in_collectives(run: Resolved, stage: Stage) -> tuple[Sequence[Unit], Sequence[Unit]]:
+    """Return (units whose dense parts, units whose experts are each in one collective).
+
+    Separate experts are gathered and reduced block by block.
+    """
+    return joined_units(run, stage), units(run, stage)
 
 
 def _peers(run: Resolved, rank: int) -> float:
@@ -264,12 +289,11 @@ def _peers(run: Resolved, rank: int) -> float:
     if not parallel.copy_engines:
         return found
     for stage in run.stages_of(rank):
-        listed = joined_units(run, stage)
-        sent = [gathered_bytes(run, u) for u in listed]
-        for place, sizes in enumerate(([u.dense for u in listed], [u.experts for u in listed])):
+        for place, listed in enumerate(_in_collectives(run, stage)):
+            sizes = [(u.dense, u.experts)[place] for u in listed]
             if any(shard < whole for whole, shard in sizes):  # sharded over ranks
                 most = max(run.element * whole for whole, _ in sizes)
-                found += max(each[place][1] for each in sent)
+                found += max(gathered_bytes(run, u)[place][1] for u in listed)
                 found += most * (parallel.reduce_by == "all_to_all")
     return found
 

@@ -333,7 +333,7 @@ class _Replay:
             for unit in listed:
                 self._gather(unit)
                 self._free(self._take([*unit.passing, self.hidden, self.hidden], "working"))
-                for group in () if self.keep else unit.groups:
+                for group in () if self.keep else unit.groups_at("last"):
                     self._reshard(group)
             if self.run.stages[stage].head:
                 self._free(self._take(self.logits[:1], "logits"))
@@ -651,7 +651,7 @@ def _join_blocks(blocks: Sequence[_UnitMemory]) -> None:
     """Give blocks of one FSDP unit one dense group; each keeps its group of separate experts."""
     dense = functools.reduce(operator.add, (block.groups[0] for block in blocks))
     for place, block in enumerate(blocks):
-        block.groups[0], block.place = dense, place
+        block.groups[0], block.place, block.stays = dense, place, blocks[-1].stays
 
 
 def _defers_weights(run: Resolved, layout: Layout, stage: Stage, kind: PartKind) -> bool:

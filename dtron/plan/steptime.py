@@ -456,7 +456,7 @@ def copied_bytes(run: Resolved, rank: int) -> float:
                 found += added * change if summed else 0
             found += unit.columns * 2 * times * run.element
             found += unit.columns * turned if not run.frozen else 0
-            found -= 2 * times * (run.element - 1) * unit.narrow
+            found -= (2 * times if run.shards > 1 else 1) * (run.element - 1) * unit.narrow
     return found
 
 

@@ -37,7 +37,7 @@ from dtron.parallelisms.expert.expert_parallel import shared_dim
 from dtron.parallelisms.fsdp.sharding import DTYPES
 from dtron.parallelisms.pipeline.executor import Layout
 from dtron.parallelisms.pipeline.layout import StageNames, build_layout
-from dtron.parallelisms.placement import Row, contains
+from dtron.parallelisms.placement import Row, contains, matches
 from dtron.setup.float8_plan import Float8Plan, plan_float8
 from dtron.setup.optim_groups import BLOCK, idle_groups, parameter_names, split_rows
 from dtron.setup.versions import FLA, has_fla, release
@@ -722,6 +722,16 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         passes(lambda c: c.layout),
     ),
     Rule(
+        "parallel.blocks_per_unit parallel.pp model.override",
+        lambda c: (
+            c.parallel.blocks_per_unit == 1 or c.parallel.blocks_per_unit <= _neighbouring_blocks(c)
+        ),
+        lambda c: (
+            f"parallel.blocks_per_unit = {c.parallel.blocks_per_unit}: the largest number of "
+            f"blocks of a stage is {_neighbouring_blocks(c)}; use at most this number"
+        ),
+    ),
+    Rule(
         "parallel.defer_head",
         lambda c: not (c.parallel.defer_head and c.splits_backward),
         needs="a parallel.schedule that does not split the backward, such as 1F1B: others defer "
@@ -867,6 +877,19 @@ def _lora_modules(run: ModelCandidate) -> Iterator[str]:
                 f"parallel.pp = {run.parallel.pp}: pipeline rank {rank} has no adapters, nothing "
                 "to train; use a smaller parallel.pp, or more layers in lora.modules"
             )
+
+
+def _neighbouring_blocks(run: ModelCandidate) -> int:
+    """Return the largest number of blocks that `parallel.blocks_per_unit` can join.
+
+    Blocks of a vision encoder, of the model and of multi-token prediction are in different units;
+    the first are all in the first stage, the last all in the last.
+    """
+    model = run.model
+    layers = [run.spec.layer.format(i) for i in range(model.n_layers)]
+    stages = run.layout.stages if run.layout else (layers,)
+    found = [sum(any(matches(p, fqn) for p in patterns) for fqn in layers) for patterns in stages]
+    return max(*found, model.vision_layers, model.mtp)
 
 
 def _modules_of_ranks(run: ModelCandidate) -> list[list[str]]:

@@ -445,13 +445,21 @@ def test_keys_of_adapters_that_cannot_act_are_refused(
             "parallel.overlap_micro_batches=true",
             "for those of the other",
         ),
+        (
+            "parallel.blocks_per_unit=5 model.override.n_layers=4",
+            "blocks of a stage is 4",
+        ),
+        (
+            "parallel.blocks_per_unit=2 model.override.n_layers=2 parallel.pp=2 parallel.cp=2",
+            "blocks of a stage is 1",
+        ),
     ],
 )
 def test_keys_of_fsdp_units_that_cannot_act_are_refused(
     tmp_path: Path, override: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve(load(tmp_path, "", *override.split()), 2)
+        resolve(load(tmp_path, "", *override.split()), 4 if "pp" in override else 2)
     assert message in str(error.value)
 
 

@@ -531,7 +531,13 @@ SPECIAL = [
     Case("llama", 4, Parallel(dp_replicate=2, prefetch=2)),
     # several blocks per unit
     Case("gpt", 2, Parallel(zero=2, **JOINED), optimizer="adamw", override=TIED),
-    Case("llama", 4, Parallel(pp=2, schedule=V, **JOINED), optimizer="adamw"),
+    Case(
+        "llama",
+        4,
+        Parallel(pp=2, schedule=V, **JOINED),
+        optimizer="adamw",
+        override={"n_layers": 9},
+    ),
     Case("deepseek_v3", 2, Parallel(ep=2, blocks_per_unit=3), override=MTP),
     Case("llama", 4, Parallel(cp=2, tp=2, **JOINED), FULL, EAGER, loss_chunks=3),
     Case("llava", 2, Parallel(zero=1, **JOINED)),

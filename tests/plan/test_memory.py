@@ -11,7 +11,7 @@ from dtron.models.config import LayerKind
 from dtron.plan import activations
 from dtron.plan.hardware import hardware
 from dtron.plan.memory import expandable, memory, offloaded, offloaded_by_host, worst
-from dtron.plan.parameters import held
+from dtron.plan.parameters import held, joined_units
 from dtron.plan.run_shape import Resolved, shortened
 from dtron.plan.steptime import predict
 from dtron.training.optim import build_optimizer
@@ -215,6 +215,19 @@ def test_what_peers_read_is_memory_of_a_rank_and_spares_time() -> None:
         assert rank.reserved - rank.by_allocator == rank.symmetric == rank.classes["buffers"]
     assert (own.sent_element, other.sent_element) == (2, 0)
     assert 0.9 * slower.step < faster.step < slower.step
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_experts_of_several_blocks_are_sent_block_by_block(n: int) -> None:
+    """Shared memory holds a shard and the gradients of the largest dense part, which has n blocks,
+    and of one block's experts, in bfloat16."""
+    keys = f"model.name=mixtral model.size=8x7b model.override.n_layers=4 parallel.ep=2 {COPIES}"
+    overrides = f"{keys} parallel.blocks_per_unit={n}"
+    run = Resolved.of(RunConfig.load(LLAMA, overrides.split()), 4)
+    (stage,) = run.stages
+    dense = max(sum(unit.dense) for unit in joined_units(run, stage))
+    experts = 4 * 3 * 4096 * 14336
+    assert worst(memory(run)).symmetric == 2 * (dense + experts + experts // 2)
 
 
 @pytest.mark.parametrize(

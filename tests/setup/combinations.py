@@ -82,7 +82,11 @@ FEATURES = [
     Feature("reduce_dtype bfloat16", _parallel(reduce_dtype="bfloat16"), SHARDS),
     Feature("reduce_by all_to_all", _parallel(reduce_by="all_to_all"), SHARDS),
     Feature("copy_engines", _parallel(copy_engines=True), SHARDS),
-    Feature("blocks_per_unit", _parallel(blocks_per_unit=2), SHARDS),
+    Feature(
+        "blocks_per_unit",
+        _parallel(blocks_per_unit=2),
+        {**SHARDS, "model.override.n_layers": 8},
+    ),
     Feature(
         "accumulate_in_matmul",
         _parallel(accumulate_in_matmul=True),
