@@ -104,7 +104,6 @@ def test_shared_scales_are_counted(parallel: Parallel, mode: Any, each: int, num
         ("rowwise", {}, {"all_gather": True}, 'use "tensorwise" or "blockwise"'),
         ("rowwise_with_gw_hp", {}, {"all_gather": True}, "as many bytes as bfloat16"),
         ("blockwise", {"tp": 2}, {"gather_inputs": True}, 'use "tensorwise"'),
-        ("tensorwise", {"dp_replicate": 2}, {"all_gather": True}, "no rank gathers weights"),
         ("tensorwise", {}, {"gather_inputs": True}, "no input is gathered"),
         (
             "tensorwise",

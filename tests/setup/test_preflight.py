@@ -335,7 +335,16 @@ def test_a_start_names_all_that_is_wrong_at_once() -> None:
         ("rowwise", {"float8": {"output": True}, "model": {"override": {"vocab_size": 256}}}, True),
         ("rowwise", {}, False),  # the head is left
         ("rowwise", {"train": {"loss_chunks": 4}, "float8": {"skip_first": 1}}, False),
-        ("rowwise", {"train": {"loss_chunks": 4}, "model": {"name": "mixtral"}}, True),
+        ("rowwise", {"train": {"loss_chunks": 4}, "model": {"name": "mixtral"}}, False),
+        (
+            "rowwise",
+            {
+                "train": {"loss_chunks": 4},
+                "model": {"name": "mixtral"},
+                "float8": {"experts": True},
+            },
+            True,
+        ),
         ("rowwise_with_gw_hp", {"train": {"loss_chunks": 4}}, False),
     ],
 )
