@@ -71,7 +71,7 @@ CASES = {
     "several blocks ahead": (
         LATENT,
         4,
-        "parallel.ep=2 parallel.blocks_per_unit=3 model.override.mtp=1 parallel.zero=2",
+        "parallel.ep=2 parallel.blocks_per_unit=2 model.override.mtp=1 parallel.zero=2",
     ),
     "several blocks, ZBV": (
         DENSE,
