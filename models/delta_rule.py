@@ -117,7 +117,7 @@ def gated_delta_rule(
 
 
 @gated_delta_rule.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+def _like_output(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
@@ -205,7 +205,7 @@ def _gradients(
 
 
 @gated_delta_rule_backward.register_fake
-def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _like_inputs(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in inputs[:5])
     return dq, dk, dv, dg, dbeta
 
@@ -264,9 +264,7 @@ def _fla_forward(
         return _fla(*_fla_inputs((q, k, v, g, beta), starts)).view(v.shape)
 
 
-@_fla_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    return v.new_empty(v.shape)
+_fla_forward.register_fake(_like_output)
 
 
 @torch.library.custom_op("dtron::fla_delta_rule_backward", mutates_args=())
@@ -296,10 +294,7 @@ def _fla_backward(
     return dq, dk, dv, dg, dbeta
 
 
-@_fla_backward.register_fake
-def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in inputs[:5])
-    return dq, dk, dv, dg, dbeta
+_fla_backward.register_fake(_like_inputs)
 
 
 def _fla_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
