@@ -164,7 +164,7 @@ sys.exit(cli.main())
 def test_a_rank_that_stops_at_the_start_is_named(tmp_path: Path, rank: int, where: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(STOPPED.replace("STOPS", repr(str(rank))).replace("WHERE", repr(where)))
-    seconds = 3.0 if where == "build" else 2.0  # four times that at the start
+    seconds = 2.0 if where == "rendezvous" else 3.0  # four times that at the start
     keys = {"faults__hang_seconds": seconds, "train__global_batch": 6}
     words = write(tmp_path / "c.toml", tmp_path / "run", **keys)[1:]
     process = subprocess.Popen(
