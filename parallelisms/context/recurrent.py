@@ -11,8 +11,8 @@ Legend: B sequences, T tokens, t = T / cp on a rank, n = cp ranks, G heads or gr
 Source: Ulysses, arXiv:2309.14509; Megatron-Core does the same for Mamba and gated delta nets.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,46 +22,49 @@ from torch import Tensor, nn
 from dtron.parallelisms.context.all_to_all import exchange_heads, to_tokens
 
 
-@dataclass(frozen=True)
-class RecurrentContext:
-    """Forward of a recurrent module over sequences that are sharded over cp ranks.
+def apply_recurrent_context(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Replace the forward of recurrent modules, in place; `group`: all cp ranks.
 
-    The module's forward takes (inputs (B, T, G, .), ..., starts, order, shard), as `DeltaCore` of
+    Their forward takes (inputs (B, T, G, .), ..., starts, order, shard), as `DeltaCore` of
     `models/gated_delta_net.py` does.
     """
 
-    whole: Callable[..., Tensor]
-    """Forward of the module with cp = 1."""
-    module: nn.Module
-    group: dist.ProcessGroup
+    def forward(module: nn.Module, *arguments: Any) -> Tensor:
+        return _forward(module, group, *arguments)
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        """Compute the module's outputs (B, t, G, .) of this rank's tokens.
+    # Methods of one function, since torch.compile makes a graph per function or callable object.
+    for module in modules:
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
-        Args:
-            arguments: the module's inputs, each (B, t, G, .), of one dtype; then `starts` and
-                `order`. starts: bool (B, t), True at the first token of a document; None: one
-                document. order: int64 (B, T), index of each token in its sequence, rank by rank;
-                None: that of sequences that are one document each.
-        """
-        *inputs, starts, order = arguments
-        if order is None:
-            assert starts is None, "a recurrent layer with documents needs the order of all tokens"
-            order = order_of_whole_sequences(self.group.size(), inputs[0])
-        n, flag = self.group.size(), () if starts is None else (starts,)
-        like = inputs[0]
-        marks = (s.view(*s.shape, 1, 1).expand(*like.shape[:3], 1).to(like.dtype) for s in flag)
-        sent = torch.cat([*inputs, *marks], dim=-1)
-        arrived = exchange_heads(sent, self.group, n)  # (B, T, G / n, .)
-        place = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        place = order.new_empty(order.shape).scatter_(1, order, place)
-        tokens = _Permuted.apply(arrived, place, order)
-        widths = [*(x.shape[-1] for x in inputs), *[1 for _ in flag]]
-        received = tokens.split(widths, dim=-1)
-        shard = self.module.head_shard * n + self.group.rank()  # type: ignore[operator]
-        starts = received[-1][:, :, 0, 0] > 0 if flag else None
-        out = self.whole(*received[: len(inputs)], starts, None, shard)
-        return to_tokens(_Permuted.apply(out, order, place), self.group, n)
+
+def _forward(module: nn.Module, group: dist.ProcessGroup, *arguments: Any) -> Tensor:
+    """Compute the module's outputs (B, t, G, .) of this rank's tokens.
+
+    Args:
+        module: the forward of its class computes whole sequences.
+        arguments: the module's inputs, each (B, t, G, .), of one dtype; then `starts` and
+            `order`. starts: bool (B, t), True at the first token of a document; None: one
+            document. order: int64 (B, T), index of each token in its sequence, rank by rank;
+            None: that of sequences that are one document each.
+    """
+    *inputs, starts, order = arguments
+    n, flag = group.size(), () if starts is None else (starts,)
+    if order is None:
+        assert starts is None, "a recurrent layer with documents needs the order of all tokens"
+        order = order_of_whole_sequences(n, inputs[0])
+    like = inputs[0]
+    marks = (s.view(*s.shape, 1, 1).expand(*like.shape[:3], 1).to(like.dtype) for s in flag)
+    sent = torch.cat([*inputs, *marks], dim=-1)
+    arrived = exchange_heads(sent, group, n)  # (B, T, G / n, .)
+    place = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    place = order.new_empty(order.shape).scatter_(1, order, place)
+    tokens = _Permuted.apply(arrived, place, order)
+    widths = [*(x.shape[-1] for x in inputs), *[1 for _ in flag]]
+    received = tokens.split(widths, dim=-1)
+    shard = module.head_shard * n + group.rank()  # type: ignore[operator]
+    starts = received[-1][:, :, 0, 0] > 0 if flag else None
+    out = type(module).forward(module, *received[: len(inputs)], starts, None, shard)
+    return to_tokens(_Permuted.apply(out, order, place), group, n)
 
 
 def order_of_whole_sequences(n: int, x: Tensor) -> Tensor:
@@ -92,9 +95,3 @@ class _Permuted(torch.autograd.Function):
 
 def _permuted(x: Tensor, place: Tensor) -> Tensor:
     return x.gather(1, place.view(*place.shape, *[1] * (x.dim() - 2)).expand(x.shape))
-
-
-def apply_recurrent_context(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Replace the forward of recurrent modules, in place; `group`: all cp ranks."""
-    for module in modules:
-        module.forward = RecurrentContext(module.forward, module, group)  # type: ignore[method-assign]

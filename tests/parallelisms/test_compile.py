@@ -17,6 +17,8 @@ from tests.parallelisms.parity import Batches, Case, float8, parallel_run, selec
 
 COMPILED = Compile(enable=True, backend="aot_eager")
 PULLED = Parallel(ep=2, dispatcher="symmetric_memory")
+KINDS = {"deepseek_v3": 2, "qwen3_5": 2, "nemotron_h": 4, "gemma3": 2}
+"""Kinds of blocks of models that have several."""
 LAYOUTS = [
     Case("llama", 1),
     Case("gpt", 1, override={"dropout": 0.2}),
@@ -26,6 +28,7 @@ LAYOUTS = [
     *[Case("llama", 2, Parallel(cp=2, cp_method=name)) for name in ("ring", "ulysses")],
     Case("llama", 4, Parallel(cp=4, cp_method="hierarchical")),
     Case("llama", 2, Parallel(cp=2, cp_method="all_gather"), documents=True),
+    *[Case(name, 2, Parallel(cp=2)) for name in KINDS if name != "deepseek_v3"],
     Case("mixtral", 2, Parallel(ep=2)),
     Case("mixtral", 2, PULLED, Recompute(mode="full")),
     Case("deepseek_v3", 2, PULLED, Recompute(mode="selective")),
@@ -80,7 +83,7 @@ def graphs_of(request: pytest.FixtureRequest) -> Callable[[Case], list[int]]:
 
 def compiled(case: Case) -> Case:
     """The same with more layers than it has graphs."""
-    override = {**case.override, "n_layers": 4}
+    override = {**case.override, "n_layers": 5 if case.model == "nemotron_h" else 4}
     return replace(case, compile=COMPILED, sequences=4, override=override)
 
 
@@ -88,7 +91,7 @@ def expected(case: Case, rank: int) -> int:
     """One of each kind of block, of which one whose rows leave by all-to-all is two and their
     activation, and one of the loss, which under pp the first rank has, as the last stage of a V
     is there. Delayed scales are those of the values themselves in the first step: twice as many."""
-    kinds = 2 if case.model == "deepseek_v3" else 1
+    kinds = KINDS.get(case.model, 1)
     if case.float8.scaling == "delayed":
         kinds *= 2
     broken = case.parallel.ep > 1 and case.parallel.dispatcher == "all_to_all"
