@@ -18,6 +18,7 @@ MOST_WORKERS = 4
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="compare N random layouts")
+    parser.addoption("--outcomes", metavar="DIR", help="keep the matrix's outcomes; reuse them")
     parser.addoption("--soak-minutes", type=float, default=10, help="how long -m soak takes")
     parser.addoption("--soak-seed", type=int, default=1, help="what happens in -m soak")
     parser.addoption("--soak-kills", type=int, default=10**6, help="after how many -m soak ends")

@@ -330,6 +330,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Whether a case is refused takes seconds to find out: only where the matrix runs."""
     if "case" in metafunc.fixturenames:
         wanted = "matrix" in metafunc.config.option.markexpr
+        if wanted and metafunc.config.option.outcomes:
+            batches().folder = Path(metafunc.config.option.outcomes)
         metafunc.parametrize("case", batches().cases() if wanted else [], ids=str)
 
 
