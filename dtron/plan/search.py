@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from dtron.config import RunConfig
 from dtron.errors import ConfigError, counted
 from dtron.models.config import DecoderConfig
+from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.feasibility import far_memory
 from dtron.plan.hardware import Hardware
 from dtron.plan.memory import RankMemory, fitting, least, worst
@@ -444,7 +445,8 @@ def _with_choice(config: RunConfig, choice: dict[str, Any]) -> RunConfig:
         parallel |= {"cp_method": "ring", "cp_inner": 0}
     if config.parallel.encoder_tp > 1:
         parallel["encoder_tp"] = choice["tp"]
-    eager = choice["ep"] * choice["etp"] > 1 and choice["mode"] == "selective"
+    leaves = choice["ep"] * choice["etp"] > 1 and not in_graphs(config.parallel.dispatcher)
+    eager = leaves and choice["mode"] == "selective"
     return config.changed(
         parallel=parallel,
         train={"micro_batch": choice["micro"]},

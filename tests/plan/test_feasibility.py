@@ -110,6 +110,20 @@ def test_experts_memory_over_several_hosts_is_refused() -> None:
     assert planned("deepseek_v3", 1024, *keys[:1], "parallel.ep=8")["legal"]
 
 
+@pytest.mark.parametrize("dispatcher", ["bounded_all_to_all", "hierarchical"])
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "DualPipeV"])
+def test_every_fast_path_at_once_is_legal(dispatcher: str, schedule: str) -> None:
+    """DeepSeek-V3 in float8, async TP, a split backward, selective recomputation and compile."""
+    words = [f"parallel.dispatcher={dispatcher}", f"parallel.schedule={schedule}"]
+    words += ["float8.recipe=tensorwise", "parallel.async_tp=true", "recompute.mode=selective"]
+    words += ["compile.enable=true"]
+    if schedule == "DualPipeV":  # two stages a rank
+        words += ["parallel.pp_layout=", "parallel.stages_per_rank=0"]
+    config = RunConfig.load(CONFIGS / "deepseek_v3.toml", words)
+    assert config.parallel.tp == 2
+    assert reasons(config, 1024) == []
+
+
 def test_deepep_over_several_hosts_is_refused() -> None:
     """Four of the experts' eight ranks are on a host, as two tp ranks have the same."""
     words = ["parallel.dispatcher=deepep", "parallel.ep=8"]

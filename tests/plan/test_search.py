@@ -128,6 +128,21 @@ def test_an_encoder_split_over_tp_stays_so() -> None:
         assert Resolved.of(_with_choice(config, choice), 8).config.parallel.encoder_tp == tp
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "compiled"), [("all_to_all", False), ("bounded_all_to_all", True)]
+)
+def test_selective_recomputation_is_compiled_where_the_dispatcher_can_be(
+    dispatcher: str, compiled: bool
+) -> None:
+    words = [f"parallel.dispatcher={dispatcher}", "model.size=16b", "compile.enable=true"]
+    config = RunConfig.load(ROOT / "configs/deepseek_v3_debug.toml", words)
+    choices = _choices(config, Resolved.model_of(config), 8)
+    choice = next(c for c in choices if c["ep"] > 1 and c["mode"] == "selective")
+    found = _with_choice(config, choice)
+    assert found.compile.enable == compiled
+    Resolved.of(found, 8)  # legal
+
+
 def test_memory_is_replayed_of_the_fastest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a search of many ranks takes minutes; what is printed is what a plan of it says."""
     replayed: list[Resolved] = []

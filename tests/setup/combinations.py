@@ -220,7 +220,8 @@ def document() -> str:
     marks |= {("test", test): str(number) for number, test in enumerate(tests, 1)}
     marks |= {("legal", ""): "yes", ("same key", ""): ""}
     columns = range(1, len(FEATURES))
-    lines = [HEAD, f"| | {' | '.join(map(str, columns))} |", f"|{' --- |' * (len(columns) + 1)}"]
+    lines = [HEAD.format(**counts(found)), f"| | {' | '.join(map(str, columns))} |"]
+    lines.append(f"|{' --- |' * (len(columns) + 1)}")
     for number, b in enumerate(FEATURES, 1):
         row = [marks[found[a.name, b.name]] for a in FEATURES[: number - 1]]
         lines.append(
@@ -233,14 +234,34 @@ def document() -> str:
     return "\n".join(lines) + "\n"
 
 
+LATER = {
+    *("accumulate_in_matmul", "blocks_per_unit", "ep bounded_all_to_all", "ep hierarchical"),
+    *("LoRA", "lion", "muon", "overlap_micro_batches", "recompute.modules"),
+}
+"""Features that the first version of the page did not have."""
+
+
+def counts(found: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, int]:
+    """Count pairs of different keys, refused ones, and those of features of the first version."""
+    kinds = {pair: kind for pair, (kind, _) in found.items() if kind != "same key"}
+    refused = [pair for pair, kind in kinds.items() if kind == "rule"]
+    first = [pair for pair in refused if not LATER.intersection(pair)]
+    return {"pairs": len(kinds), "refused": len(refused), "first": len(first)}
+
+
 HEAD = """# What can be combined
 
 Any two features of training in a small run. A **letter** is the rule that refuses them before any
 process starts. A number is a test that trains with both and compares with one process; `yes` is a
-legal pair without such a test. An empty cell is two values of one key. Some rules depend on sizes:
-`dtron plan` checks those of your run. Written from the rules of a start by
+legal pair without such a test. Empty cells are two values of one key, or above the diagonal. Some
+rules depend on sizes: `dtron plan` checks those of your run. Written from the rules of a start by
 
     python -m tests.setup.combinations
+
+{refused} of {pairs} pairs are refused. Of the pairs of the 46 features that this page had at first
+(2026-11-24), 71 were refused; {first} are now. Legal pairs can form a refused triple:
+`recompute.mode = "attention"` or `"selective"`, `compile.enable`, and a dispatcher that breaks
+graphs ([experts](expert-parallel.md)).
 """
 TESTS = """`test_equals_one_process` is in `tests/parallelisms/test_matrix.py`
 ([parity](parity.md)), the others are in `tests/parallelisms/test_parity.py`. A name has the model,
