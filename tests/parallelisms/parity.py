@@ -57,6 +57,7 @@ from dtron.data.packing import CutDocuments, Shuffled
 from dtron.float8 import RECIPES, convert
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.experts import convert_experts
+from dtron.io.filesystem import write_atomically
 from dtron.kernels.float8_rows import packed, unpacked
 from dtron.lora.adapters import attach, conversion, train_from
 from dtron.lora.dora import MAGNITUDE
@@ -1110,9 +1111,11 @@ class Batches:
         """What became of a case; runs its batch if that has not been run."""
         if str(case) not in self._outcomes:
             (batch,) = [batch for batch in self.batches if case in batch]
-            found = self._kept(batch) or run_batch(batch)
+            found = self._kept(batch)
+            if not found:
+                found = run_batch(batch)
+                self._keep(batch, found)
             self._outcomes.update(zip(map(str, batch), found, strict=True))
-            self._keep(batch)
         return self._outcomes[str(case)]
 
     def _file(self, batch: Sequence[Case]) -> Path | None:
@@ -1124,10 +1127,9 @@ class Batches:
         kept = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else []
         return [Outcome(**each) for each in kept]
 
-    def _keep(self, batch: Sequence[Case]) -> None:
-        """Keep a batch's outcomes, if all have passed."""
-        found = [self._outcomes[str(case)] for case in batch]
+    def _keep(self, batch: Sequence[Case], found: Sequence[Outcome]) -> None:
+        """Keep a batch's outcomes, if all have passed; other processes see the whole file."""
         file = self._file(batch)
         if file and not any(map(Outcome.wrong, found, batch)):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
+            write_atomically(file, json.dumps([asdict(each) for each in found]))
