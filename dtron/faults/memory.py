@@ -14,6 +14,13 @@ from dtron.parallelisms.host_memory import host_memory
 _TEXTS = re.compile("out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.I)
 """Texts of RuntimeErrors of torch's allocators, of CUDA, and of its libraries."""
 _REQUESTED = re.compile("(?:tried|Unable) to allocate ([0-9.]+) (bytes|[KMGTP]iB)", re.I)
+_OUTSIDE = {
+    "dtron.training.loss": "the loss",
+    "dtron.training.optim": "the update of the parameters",
+    "torch.optim": "the update of the parameters",
+    "torch.autograd.graph": "the backward",
+}
+"""Python modules, or prefixes of their names, that run code outside of every nn.Module."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -47,8 +54,8 @@ class MemoryInUse:
         """
         place, used, peak, free = self._usage()
         failed = _requested_bytes(str(error))
-        module = module_of(error.__traceback__, modules)
-        message = f"out of memory on {when}" + (f", in {module}" if module else "")
+        code = code_of(error.__traceback__, modules)
+        message = f"out of memory on {when}" + (f", in {code}" if code else "")
         requested = f" {size(failed)} were requested, with" if failed else ""
         message += f":{requested} {size(used)} in use (peak {size(peak)}) and {size(free)} free"
         room = min(used + free, used + failed - 1) if failed else used + free
@@ -68,11 +75,15 @@ class MemoryInUse:
         return "this machine", used, max(used, peak), available / self._ranks
 
 
-def module_of(traceback: TracebackType | None, modules: Mapping[nn.Module, str]) -> str:
-    """Return the FQN of the innermost module in whose forward an error was raised; empty: none."""
+def code_of(traceback: TracebackType | None, modules: Mapping[nn.Module, str]) -> str:
+    """Return where an error was raised: the FQN of the innermost module in whose forward it was, or
+    `the loss`, `the backward` or `the update of the parameters`; empty: elsewhere."""
     found = ""
     while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+        frame = traceback.tb_frame
+        owner, name = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
+        outside = [text for prefix, text in _OUTSIDE.items() if name.startswith(prefix)]
+        found = outside[0] if outside else found
         if isinstance(owner, nn.Module):
             found = modules.get(owner, found)
         traceback = traceback.tb_next

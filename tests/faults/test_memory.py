@@ -3,19 +3,23 @@
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dtron.cli import main
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
-from dtron.faults.memory import MemoryInUse, is_out_of_memory
+from dtron.faults.memory import MemoryInUse, code_of, is_out_of_memory
 from dtron.faults.memory_table import read_table
 from dtron.plan import remedies
 from dtron.plan.memory import offloaded
 from dtron.plan.run_shape import Resolved
 from dtron.run.process import Place
+from dtron.training.loss import sequence_losses
 from tests.faults.processes import torchrun
 from tests.faults.test_launch import ENV, write
 from tests.test_architecture import ROOT
@@ -69,6 +73,49 @@ def test_out_of_memory_is_one_message_of_all_ranks(tmp_path: Path, ranks: str) -
     (table,) = map(read_table, (tmp_path / "run/memory").glob("rank-*.json"))
     assert table.when == "out of memory"
     assert table.totals["optimizer"] > table.totals["parameters"] > 0
+
+
+class _TooMuch(torch.autograd.Function):
+    """Allocates a PiB in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.empty(2**50)
+
+
+def test_the_error_names_module_loss_backward_or_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(4, 4)
+    x, labels = linear(torch.randn(2, 3, 4)), torch.zeros(2, 3, dtype=torch.long)
+
+    def in_module() -> None:
+        linear.register_forward_pre_hook(lambda *_: torch.empty(2**50))
+        nn.Sequential(linear)(x)
+
+    def in_update() -> None:
+        optimizer = torch.optim.SGD(linear.parameters())
+        monkeypatch.setattr(optimizer, "_init_group", lambda *_: torch.empty(2**50))
+        optimizer.step()
+
+    def in_loss() -> None:
+        monkeypatch.setattr(F, "cross_entropy", lambda *_, **__: torch.empty(2**50))
+        sequence_losses(x, labels)
+
+    places = {
+        in_module: "outer.linear",
+        in_loss: "the loss",
+        lambda: _TooMuch.apply(x).sum().backward(): "the backward",
+        in_update: "the update of the parameters",
+        lambda: torch.empty(2**50): "",
+    }
+    for allocate, place in places.items():
+        with pytest.raises(RuntimeError) as caught:
+            allocate()
+        assert is_out_of_memory(caught.value)
+        assert code_of(caught.value.__traceback__, {linear: "outer.linear"}) == place
 
 
 def test_errors_of_allocators_are_recognised() -> None:
