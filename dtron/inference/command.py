@@ -77,6 +77,13 @@ def generate(arguments: Sequence[str]) -> int:
     """Run `dtron generate`; return the exit status."""
     parser = _parser("generate", "Continue a text with trained weights.")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image; once for each <image> in the prompt",
+    )
     parser.add_argument("--tokens", type=int, default=128, help="most tokens; default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: the most likely token; default: 0.8"
@@ -97,11 +104,13 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def _continued(loaded: Evaluation, given: argparse.Namespace) -> str:
-    train = loaded.config.train
-    needed = len(loaded.tokenizer.encode(given.prompt)) + given.tokens
+    train, images = loaded.config.train, given.image
+    of_images = len(images) * loaded.tokens.model.config.image_tokens if images else 0
+    needed = len(loaded.tokenizer.encode(given.prompt)) + of_images + given.tokens
     window = padded_length(needed, train.seq_len)
     seed = train.seed if given.seed is None else given.seed
-    return loaded.generate(given.prompt, given.tokens, (1, window), seed, given.temperature)
+    how = given.tokens, (1, window), seed, given.temperature
+    return loaded.generate(given.prompt, *how, images=images)
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

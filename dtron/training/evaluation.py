@@ -5,6 +5,7 @@ All ranks run every forward pass, since collectives gather the parameters. Rank 
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from dtron.config import RunConfig
 from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
+from dtron.data.images.prompt import encode_image_prompt, image_index
+from dtron.data.images.rows import PLACEHOLDER
 from dtron.data.objectives.spans import START, decode_spans, encode_prompt
 from dtron.errors import ConfigError
 from dtron.parallelisms.mesh import BATCH_AXES
@@ -105,11 +108,15 @@ class Evaluation:
         seed: int,
         temperature: float = 0.8,
         until: Sequence[str] = (),
+        images: Sequence[str] = (),
     ) -> str:
-        """Continue a prompt; return the text. Arguments as of `sample_text`; `shape`: (B, T).
+        """Continue a prompt; return the text. Arguments as of `sample_text`.
 
+        Args:
+            shape: (B, T).
+            images: paths of the images that the prompt has as `<image>`.
         Raises:
-            ConfigError: the model does not predict next tokens.
+            ConfigError: the model does not predict next tokens, or reads no images.
         """
         if not self.tokens.model.config.causal:
             raise ConfigError(
@@ -118,6 +125,8 @@ class Evaluation:
             )
         if self.tokens.model.config.encoder_layers:
             return self._restore(prompt, n_tokens, shape[0], seed, temperature)
+        if images or (self.tokens.model.config.vision_layers and PLACEHOLDER in prompt):
+            return self._describe(prompt, images, n_tokens, shape, seed, temperature)
         with self.model.applied.evaluating():
             return sample_text(
                 self._next_logits,
@@ -147,24 +156,64 @@ class Evaluation:
                 "parallel.sequence_parallel = false"
             )
         read = torch.tensor([encode_prompt(prompt, data, tokenizer, vocab_size)] * n_rows)
+        drawn = (n_rows, n_tokens), vocab_size, seed, temperature
+        ids = self._drawn({"encoder_tokens": read}, [START], n_tokens, *drawn)
+        return decode_spans(ids[1:], data, tokenizer, vocab_size)
+
+    def _describe(
+        self,
+        prompt: str,
+        paths: Sequence[str],
+        n_tokens: int,
+        shape: tuple[int, int],
+        seed: int,
+        temperature: float,
+    ) -> str:
+        """Continue a prompt with images; return the text.
+
+        Raises:
+            ConfigError: the model reads no images, or prompt and images do not fit.
+        """
+        config, tokenizer = self.tokens.model.config, self.tokenizer
+        if not config.vision_layers:
+            raise ConfigError(
+                f"model.name = {self.config.model.name} reads no images; leave out --image"
+            )
+        data = self.config.data
+        first, images = encode_image_prompt(prompt, paths, config, tokenizer, data)
+        inputs = {"images": images, "image_index": image_index(first, shape, config)}
+        drawn = shape, tokenizer.vocab_size, seed, temperature
+        ids = self._drawn(inputs, first, n_tokens, *drawn)
+        return prompt + tokenizer.decode(ids[len(first) :])
+
+    def _drawn(
+        self,
+        inputs: Mapping[str, Tensor],
+        first: list[int],
+        n_tokens: int,
+        shape: tuple[int, int],
+        vocab_size: int,
+        seed: int,
+        temperature: float,
+    ) -> list[int]:
+        """Return the ids of `first` and those that continue them, below `vocab_size`."""
         with self.model.applied.evaluating():
-            ids = draw_tokens(
-                lambda tokens, index: self._next_logits(tokens, index, read)[:vocab_size],
-                [START],
+            return draw_tokens(
+                lambda tokens, index: self._next_logits(tokens, index, inputs)[:vocab_size],
+                first,
                 n_tokens=n_tokens,
-                batch_shape=(n_rows, n_tokens),
+                batch_shape=shape,
                 device=self.tokens.device,
                 seed=seed,
                 temperature=temperature,
-                end=tokenizer.eos_id,
+                end=self.tokenizer.eos_id,
             )
-        return decode_spans(ids[1:], data, tokenizer, vocab_size)
 
     def _next_logits(
-        self, tokens: Tensor, index: int, encoder_tokens: Tensor | None = None
+        self, tokens: Tensor, index: int, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         vocabulary = self.tokens.model.config.vocab_size
-        arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index, encoder_tokens)
+        arguments = (self.model, self.tokens.prepare, vocabulary, tokens, index, inputs or {})
         return self.repeated(lambda: next_logits(*arguments))
 
 
@@ -253,7 +302,7 @@ def next_logits(
     vocab_size: int,
     tokens: Tensor,
     index: int,
-    encoder_tokens: Tensor | None = None,
+    inputs: Mapping[str, Tensor],
 ) -> Tensor:
     """Compute the logits at `index` of the first sequence; all ranks call it together.
 
@@ -261,15 +310,14 @@ def next_logits(
         prepare: function that selects this rank's tokens of a batch and moves them to the device.
         vocab_size: size of the vocabulary, V, without padding for tp.
         tokens: int64 (B, T), whole sequences.
-        encoder_tokens: int64 (B, S), what the encoder of an encoder-decoder reads.
+        inputs: other fields of `Batch`, such as `encoder_tokens`.
     Returns:
         float32 (V + padding,), equal on all pp, cp and tp ranks of a data-parallel rank.
     """
     tp, mesh = model.mesh.size("tp"), model.mesh
     local = torch.zeros(-(-vocab_size // tp), device=tokens.device)
     tokens = tokens.cpu()
-    batch = Batch(tokens, tokens, tokens[:, 0], None, None, encoder_tokens=encoder_tokens)
-    batch = prepare(batch)
+    batch = prepare(replace(Batch(tokens, tokens, tokens[:, 0], None, None), **inputs))
     here = slice(index, index + 1) if batch.index is None else batch.index[0] == index
 
     def keep(logits: Tensor, _i: int) -> None:

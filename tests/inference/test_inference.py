@@ -15,11 +15,14 @@ import torch.distributed as dist
 from dtron import cli
 from dtron.checkpoint.convert import from_hf_folder, to_hf_folder
 from dtron.config import Data
+from dtron.data.images import draw
+from dtron.data.images.files import read_image
 from dtron.data.objectives.spans import decode_spans, encode_prompt
 from dtron.data.tokenizer import ByteTokenizer
 from dtron.inference.loaded_model import config_of, load
 from dtron.inference.scores import Continuation, score
 from dtron.models import from_hf, to_hf
+from dtron.models.config import DecoderConfig
 from dtron.models.encoder_decoder import EncoderDecoder, greedy
 from dtron.run.process import Place
 from tests.harness import run_ranks
@@ -222,3 +225,64 @@ def test_a_decoder_writes_what_an_encoder_has_read(tmp_path: Path, output: Outpu
     ids = greedy(model, read, 6, tokenizer.eos_id)[0].tolist()
     ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
     assert output() == decode_spans(ids, data, tokenizer, 320) + "\n"
+
+
+def vision_words(folder: Path, config: DecoderConfig) -> list[str]:
+    """The arguments that name weights and config of a model in folder/hf."""
+    sizes = (
+        f"data.image_size={config.vision_image_size}",
+        f"data.image_tokens={config.image_tokens}",
+    )
+    run_ranks(1, from_hf_folder, folder / "hf", folder / "checkpoint")
+    keys = ["model.size=initial", "train.dtype=float32", "train.seq_len=64"]
+    return [str(folder / "checkpoint"), "--config", "configs/vlm_debug.toml", *keys, *sizes]
+
+
+@pytest.mark.parametrize("layout", ["", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2"])
+def test_images_of_a_prompt_are_read(tmp_path: Path, layout: str) -> None:
+    """The most likely tokens after two images, as of the module."""
+    pytest.importorskip("PIL")
+    config = small_config("llava", vocab_size=258, image_token=255)
+    model = varied(initialized("llava", config))
+    to_hf(model, tmp_path / "hf", name="llava")
+    draw.write(tmp_path, 2)
+    files, prompt = [str(tmp_path / f"{i}.png") for i in range(2)], "a<image>bc<image>d"
+    size, per_image = config.vision_image_size, config.image_tokens
+    words = vision_words(tmp_path, config)
+    words += ["--prompt", prompt, "--tokens", "6", "--temperature", "0", *layout.split()]
+    words += ["--image", files[0], "--image", files[1]]
+    run_ranks(2 if layout else 1, of_rank_0, ["generate", *words], tmp_path / "out")
+    images = torch.stack([torch.tensor(read_image(each, "", size)) for each in files])
+    ids = [*b"a", *[255] * per_image, *b"bc", *[255] * per_image, *b"d"]
+    start = len(ids)
+    index = [(i, p) for i in range(2) for p in range(per_image)]
+    for _ in range(6):
+        tokens = torch.tensor([ids])
+        places = torch.full((*tokens.shape, 2), -1)
+        places[tokens == 255] = torch.tensor(index)
+        logits = model(tokens, images=images, image_index=places)[0, -1, :257]
+        ids.append(int(logits.argmax()))
+    ids = ids[start:]
+    ids = ids[: ids.index(ByteTokenizer().eos_id)] if ByteTokenizer().eos_id in ids else ids
+    assert (tmp_path / "out").read_text() == prompt + ByteTokenizer().decode(ids) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a<image>"], "has 1 times <image>, but --image was given 0"),
+        (["--prompt", "a<image>", "--image", "gone.png"], "gone.png: No such file"),
+        (["--prompt", "a", "--image", "a.png"], "model.name = llama reads no images"),
+    ],
+)
+@pytest.mark.usefixtures("destroyed")
+def test_images_that_do_not_fit_are_refused(
+    run: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = [str(run)]
+    if "llama" not in message:
+        config = small_config("llava", vocab_size=258, image_token=255)
+        to_hf(initialized("llava", config), tmp_path / "hf", name="llava")
+        weights = vision_words(tmp_path, config)
+    assert cli.commands(["generate", *weights, *words]) == 1
+    assert message in capsys.readouterr().err
