@@ -96,7 +96,7 @@ KEPT: dict[str, dict[str, str]] = {
     "inference/test_inference.py": {
         "test_layouts_give_the_same": "tp=2",
         "test_scores_are_those_of_the_module_in_every_layout": "tp=2",
-        "test_images_of_a_prompt_are_read": NONE,  # Pillow is not in the extra `test`
+        "test_images_of_a_prompt_are_read": "tp=2",
     },
     "training/test_adamw8bit.py": {
         "test_layouts_train_alike_and_resume_in_others": NONE,

@@ -241,7 +241,6 @@ def vision_words(folder: Path, config: DecoderConfig) -> list[str]:
 @pytest.mark.parametrize("layout", ["", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2"])
 def test_images_of_a_prompt_are_read(tmp_path: Path, layout: str) -> None:
     """The most likely tokens after two images, as of the module."""
-    pytest.importorskip("PIL")
     config = small_config("llava", vocab_size=258, image_token=255)
     model = varied(initialized("llava", config))
     to_hf(model, tmp_path / "hf", name="llava")

@@ -1,5 +1,5 @@
-"""The configuration for 1,024 GPUs is legal, and its ranks hold what they should: built on meta
-tensors, with process groups that communicate nothing."""
+"""A layout of DeepSeek-V3 for 1,024 GPUs is legal, and its ranks hold what they should: built on
+meta tensors, with process groups that communicate nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dtron.parallelisms.apply import Applied, Passes, apply_passes
 from dtron.parallelisms.expert.expert_parallel import ExpertLayers
 from dtron.setup.rules import check_layout
 from tests.harness import run_ranks
+from tests.plan.test_feasibility import WIDE
 
 CONFIG = Path(__file__).parents[2] / "configs/deepseek_v3.toml"
 WORLD = 1024
@@ -30,7 +31,7 @@ def build_rank(rank: int) -> dict[str, Any]:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     apply.materialize = apply.initialize = lambda *_args: None  # parameters stay on meta
-    config = RunConfig.load(CONFIG)
+    config = RunConfig.load(CONFIG, WIDE)
     model_config, layout = check_layout(config, WORLD)
     mesh = Mesh(**config.degrees(WORLD), ep=config.parallel.ep, etp=config.parallel.etp)
     spec = MODELS[config.model.name]
@@ -80,7 +81,7 @@ def test_ranks_of_deepseek_v3_on_1024() -> None:
 
 
 def test_sixteen_pipeline_ranks_hold_the_model() -> None:
-    config = RunConfig.load(CONFIG)
+    config = RunConfig.load(CONFIG, WIDE)
     model, layout = check_layout(config, WORLD)
     assert layout is not None
     assert len(layout.stages) == 64
@@ -100,7 +101,7 @@ def test_sixteen_pipeline_ranks_hold_the_model() -> None:
 )
 def test_what_the_sources_say_is_refused(key: str, value: Any, message: str) -> None:
     """Experts split as tp by default would take 2,048 ranks; 64 stages need an empty one."""
-    config = RunConfig.load(CONFIG)
+    config = RunConfig.load(CONFIG, WIDE)
     parallel = config.parallel.model_copy(update={key: value})
     with pytest.raises(ConfigError) as error:
         check_layout(config.model_copy(update={"parallel": parallel}), WORLD)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,12 @@ from dtron.setup.rules import reasons, resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BYTES = 1e9
+WIDE = (
+    *("parallel.tp=2", "parallel.ep=64", "parallel.schedule=Interleaved1F1B"),
+    *("parallel.stages_per_rank=4", "parallel.pp_layout=E|(t|)*61|mL"),
+    *("float8.recipe=", "compile.enable=false"),
+)
+"""Words for DeepSeek-V3 with experts over 64 ranks and 64 stages; the one before the head is empty."""
 
 
 def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
@@ -41,11 +48,12 @@ def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
         ("llama3_70b", 64, [], {"tp": 4, "pp": 4, "cp": 2, "dp_shard": 2, "stages_per_rank": 2}),
         ("llama3_70b_host", 8, [], {"dp_shard": 8, "zero": 3}),
         ("llama3_405b", 1024, [], {"tp": 8, "pp": 8, "cp": 2, "dp_shard": 8, "stages_per_rank": 4}),
-        ("deepseek_v3", 1024, [], {"tp": 2, "pp": 16, "dp_shard": 32, "ep": 64, "edp_shard": 1}),
+        ("deepseek_v3", 1024, [], {"tp": 1, "pp": 16, "dp_shard": 64, "ep": 8, "edp_shard": 8}),
+        ("deepseek_v3", 1024, WIDE, {"tp": 2, "pp": 16, "dp_shard": 32, "ep": 64, "edp_shard": 1}),
         ("gpt3_175b", 1024, [], {"tp": 8, "pp": 16, "dp_shard": 8}),
     ],
 )
-def test_degrees(name: str, world: int, overrides: list[str], degrees: dict[str, int]) -> None:
+def test_degrees(name: str, world: int, overrides: Sequence[str], degrees: dict[str, int]) -> None:
     found = planned(name, world, *overrides)
     assert found["legal"], found["reasons"]
     assert {key: found["parallel"][key] for key in degrees} == degrees
@@ -55,7 +63,7 @@ def test_degrees(name: str, world: int, overrides: list[str], degrees: dict[str,
 
 
 def test_experts_split_as_tp_are_refused_with_what_fits() -> None:
-    found = planned("deepseek_v3", 1024, "parallel.etp=2")
+    found = planned("deepseek_v3", 1024, *WIDE, "parallel.etp=2")
     assert not found["legal"]
     assert "parallel.ep = 64 x parallel.etp = 2 does not divide" in found["reasons"][0]
     assert {"etp": 1} in found["nearest"]
@@ -101,13 +109,13 @@ def test_copy_engines_of_experts_are_refused_too() -> None:
 
 def test_experts_memory_over_several_hosts_is_refused() -> None:
     keys = ["parallel.dispatcher=symmetric_memory", "parallel.ep=64"]
-    found = planned("deepseek_v3", 1024, *keys)
+    found = planned("deepseek_v3", 1024, *WIDE, *keys)
     assert len(found["reasons"]) == 1
     shared = "64 ranks share experts, but only 8 of these ranks are in one host of 8 GPUs (h100)"
     assert shared in found["reasons"][0]
     assert {"ep": 8} in found["nearest"]
     assert {"dispatcher": "all_to_all"} in found["nearest"]
-    assert planned("deepseek_v3", 1024, *keys[:1], "parallel.ep=8")["legal"]
+    assert planned("deepseek_v3", 1024, *WIDE, *keys[:1], "parallel.ep=8")["legal"]
 
 
 @pytest.mark.parametrize("dispatcher", ["bounded_all_to_all", "hierarchical"])
@@ -119,14 +127,19 @@ def test_every_fast_path_at_once_is_legal(dispatcher: str, schedule: str) -> Non
     words += ["compile.enable=true"]
     if schedule == "DualPipeV":  # two stages a rank
         words += ["parallel.pp_layout=", "parallel.stages_per_rank=0"]
-    config = RunConfig.load(CONFIGS / "deepseek_v3.toml", words)
-    assert config.parallel.tp == 2
+    config = RunConfig.load(CONFIGS / "deepseek_v3.toml", [*WIDE, *words])
     assert reasons(config, 1024) == []
+
+
+def test_the_shipped_layout_of_deepseek_v3_fits_with_the_headroom_of_the_search() -> None:
+    found = planned("deepseek_v3", 1024)
+    assert found["memory"]["reserved"] < 0.95 * found["memory"]["limit"]
+    assert found["time"]["mfu"]["full"] > 0.3
 
 
 def test_deepep_over_several_hosts_is_refused() -> None:
     """Four of the experts' eight ranks are on a host, as two tp ranks have the same."""
-    words = ["parallel.dispatcher=deepep", "parallel.ep=8"]
+    words = [*WIDE, "parallel.dispatcher=deepep", "parallel.ep=8"]
     assert planned("deepseek_v3", 1024, *words)["legal"]
     small = replace(hardware("h100"), host=4)
     config = RunConfig.load(CONFIGS / "deepseek_v3.toml", words)
