@@ -33,7 +33,7 @@ WIDE = (
     *("parallel.stages_per_rank=4", "parallel.pp_layout=E|(t|)*61|mL"),
     *("float8.recipe=", "compile.enable=false"),
 )
-"""Words for DeepSeek-V3 with experts over 64 ranks and 64 stages; the one before the head is empty."""
+"""Words for DeepSeek-V3 with experts over 64 ranks, and 64 stages, one of them empty."""
 
 
 def planned(name: str, world: int, *overrides: str) -> dict[str, Any]:
