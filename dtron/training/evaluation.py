@@ -179,9 +179,11 @@ class Evaluation:
             raise ConfigError(
                 f"model.name = {self.config.model.name} reads no images; leave out --image"
             )
-        data = self.config.data
-        first, images = encode_image_prompt(prompt, paths, config, tokenizer, data)
-        inputs = {"images": images, "image_index": image_index(first, shape, config)}
+        sizes = {"image_token": config.image_token, "image_tokens": config.image_tokens}
+        sizes["image_size"] = config.vision_image_size
+        data = self.config.data.model_copy(update=sizes)  # weights alone have no `data` of theirs
+        first, images = encode_image_prompt(prompt, paths, data, tokenizer)
+        inputs = {"images": images, "image_index": image_index(first, shape, data)}
         drawn = shape, tokenizer.vocab_size, seed, temperature
         ids = self._drawn(inputs, first, n_tokens, *drawn)
         return prompt + tokenizer.decode(ids[len(first) :])

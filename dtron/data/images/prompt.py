@@ -11,18 +11,17 @@ from dtron.data.images.files import read_image
 from dtron.data.images.rows import PLACEHOLDER, check_images, image_text
 from dtron.data.tokenizer import NO_LOSS, Tokenizer, encode_image_text
 from dtron.errors import ConfigError, DataError
-from dtron.models.config import DecoderConfig
 
 
 def encode_image_prompt(
-    prompt: str, paths: Sequence[str], config: DecoderConfig, tokenizer: Tokenizer, data: Data
+    prompt: str, paths: Sequence[str], data: Data, tokenizer: Tokenizer
 ) -> tuple[list[int], Tensor]:
     """Return a prompt's tokens, with placeholders in place of images, and the images.
 
     Args:
         prompt: text with one `<image>` per path.
         paths: image files.
-        config: of the model; it has the placeholder token, tokens per image and pixels per side.
+        data: its `image_token`, `image_tokens` and `image_size` are those of the model.
     Returns:
         Tokens, and uint8 (N, 3, S, S) in RGB.
     Raises:
@@ -33,31 +32,28 @@ def encode_image_prompt(
             f"--prompt has {prompt.count(PLACEHOLDER)} times {PLACEHOLDER}, but --image was given "
             f"{len(paths)} times; write one {PLACEHOLDER} per --image"
         )
-    own = {"image_token": config.image_token, "image_tokens": config.image_tokens}
-    row = {"images": list(paths)}
-    size = config.vision_image_size
     try:
-        document = image_text(prompt, row, "--prompt", data.model_copy(update=own))
+        document = image_text(prompt, {"images": list(paths)}, "--prompt", data)
         check_images(document, tokenizer)
-        images = [read_image(path, "--image", size) for path in document.paths]
+        images = [read_image(path, "--image", data.image_size) for path in document.paths]
     except DataError as error:
         raise ConfigError(str(error)) from None
     ids = [token & ~NO_LOSS for token in encode_image_text(tokenizer, document)]
     return ids[:-1], torch.from_numpy(np.stack(images))  # without EOS
 
 
-def image_index(first: Sequence[int], shape: tuple[int, int], config: DecoderConfig) -> Tensor:
+def image_index(first: Sequence[int], shape: tuple[int, int], data: Data) -> Tensor:
     """Return (image, index among its tokens) of each token of the first sequence.
 
     Args:
         first: the prompt's tokens.
         shape: (B, T) of the batch, whose first sequence begins with the prompt.
+        data: as of `encode_image_prompt`.
     Returns:
         int64 (B, T, 2); (-1, -1): text.
     """
     index = torch.full((*shape, 2), -1)
-    places = (torch.tensor(first) == config.image_token).nonzero().squeeze(1)
-    numbers = torch.arange(len(places))
-    per_image = config.image_tokens
+    places = (torch.tensor(first) == data.image_token).nonzero().squeeze(1)
+    numbers, per_image = torch.arange(len(places)), data.image_tokens
     index[0, places] = torch.stack([numbers // per_image, numbers % per_image], 1)
     return index
