@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dtron.data.images.rows import PLACEHOLDER
 from dtron.errors import ArgumentParser, ConfigError, check_words
 from dtron.inference.loaded_model import config_of, load
 from dtron.inference.scores import padded_length
@@ -104,8 +105,13 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def _continued(loaded: Evaluation, given: argparse.Namespace) -> str:
-    train, images = loaded.config.train, given.image
-    of_images = len(images) * loaded.tokens.model.config.image_tokens if images else 0
+    train, model, images = loaded.config.train, loaded.tokens.model.config, given.image
+    if model.vision_layers and given.prompt.count(PLACEHOLDER) != len(images):
+        raise ConfigError(
+            f"--prompt has {given.prompt.count(PLACEHOLDER)} times {PLACEHOLDER}, but --image was "
+            f"given {len(images)} times; write one {PLACEHOLDER} per --image"
+        )
+    of_images = len(images) * model.image_tokens
     needed = len(loaded.tokenizer.encode(given.prompt)) + of_images + given.tokens
     window = padded_length(needed, train.seq_len)
     seed = train.seed if given.seed is None else given.seed

@@ -14,7 +14,6 @@ from torch import Tensor
 from dtron.config import RunConfig
 from dtron.data import Batch, Tokenizer, ValidationSource, validation_batches
 from dtron.data.images.prompt import encode_image_prompt, image_index
-from dtron.data.images.rows import PLACEHOLDER
 from dtron.data.objectives.spans import START, decode_spans, encode_prompt
 from dtron.errors import ConfigError
 from dtron.parallelisms.mesh import BATCH_AXES
@@ -123,9 +122,13 @@ class Evaluation:
                 f"model.name = {self.config.model.name} restores masked tokens and generates no "
                 "text; use dtron eval, or a model that predicts next tokens"
             )
+        if images and not self.tokens.model.config.vision_layers:
+            raise ConfigError(
+                f"model.name = {self.config.model.name} reads no images; leave out --image"
+            )
         if self.tokens.model.config.encoder_layers:
             return self._restore(prompt, n_tokens, shape[0], seed, temperature)
-        if images or (self.tokens.model.config.vision_layers and PLACEHOLDER in prompt):
+        if images:
             return self._describe(prompt, images, n_tokens, shape, seed, temperature)
         with self.model.applied.evaluating():
             return sample_text(
@@ -172,13 +175,9 @@ class Evaluation:
         """Continue a prompt with images; return the text.
 
         Raises:
-            ConfigError: the model reads no images, or prompt and images do not fit.
+            ConfigError: an image cannot be read, or prompt and images do not fit.
         """
         config, tokenizer = self.tokens.model.config, self.tokenizer
-        if not config.vision_layers:
-            raise ConfigError(
-                f"model.name = {self.config.model.name} reads no images; leave out --image"
-            )
         sizes = {"image_token": config.image_token, "image_tokens": config.image_tokens}
         sizes["image_size"] = config.vision_image_size
         data = self.config.data.model_copy(update=sizes)  # weights alone have no `data` of theirs

@@ -285,3 +285,30 @@ def test_images_that_do_not_fit_are_refused(
         weights = vision_words(tmp_path, config)
     assert cli.commands(["generate", *weights, *words]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("destroyed")
+def test_an_encoder_of_text_reads_no_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_hf(initialized("t5", small_config("t5", vocab_size=320)), tmp_path / "hf", name="t5")
+    run_ranks(1, from_hf_folder, tmp_path / "hf", tmp_path / "checkpoint")
+    words = ["--config", "configs/t5_debug.toml", "model.size=initial", "--prompt", "a"]
+    words = [str(tmp_path / "checkpoint"), *words, "--image", "a.png"]
+    assert cli.commands(["generate", *words]) == 1
+    assert "model.name = t5 reads no images" in capsys.readouterr().err
+
+
+def test_samples_of_a_vision_model_take_the_placeholder_as_text(tmp_path: Path) -> None:
+    """A run does not stop since its `train.sample_prompt` has one."""
+    config = small_config("llava", vocab_size=258, image_token=255)
+    to_hf(initialized("llava", config), tmp_path / "hf", name="llava")
+    (text,) = run_ranks(1, sampled, vision_words(tmp_path, config))
+    assert text.startswith("a<image>")
+
+
+def sampled(words: list[str]) -> str:
+    """What a model writes, with the arguments of a run's samples."""
+    config = config_of(words[0], Path(words[2]), words[3:], 1)
+    loaded = load(config, Place.of_environment(), validation=False)
+    return loaded.generate("a<image>", 2, (1, 64), 0)

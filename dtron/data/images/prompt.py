@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtron.config import Data
 from dtron.data.images.files import read_image
-from dtron.data.images.rows import PLACEHOLDER, check_images, image_text
+from dtron.data.images.rows import check_images, image_text
 from dtron.data.tokenizer import NO_LOSS, Tokenizer, encode_image_text
 from dtron.errors import ConfigError, DataError
 
@@ -27,11 +27,6 @@ def encode_image_prompt(
     Raises:
         ConfigError: an image cannot be read, or the numbers of paths and of `<image>` differ.
     """
-    if prompt.count(PLACEHOLDER) != len(paths):
-        raise ConfigError(
-            f"--prompt has {prompt.count(PLACEHOLDER)} times {PLACEHOLDER}, but --image was given "
-            f"{len(paths)} times; write one {PLACEHOLDER} per --image"
-        )
     try:
         document = image_text(prompt, {"images": list(paths)}, "--prompt", data)
         check_images(document, tokenizer)
