@@ -172,7 +172,10 @@ class Parallel(Section):
     tp."""
 
     automatic = frozenset(
-        ("dispatcher", "zero", "reduce_by", "copy_engines", "async_tp", "schedule", "cp_method")
+        {
+            *("accumulate_in_matmul", "async_tp", "copy_engines", "cp_method", "dispatcher"),
+            *("reduce_by", "schedule", "zero"),
+        }
     )
     dp_replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data-parallel replicas of the model; gradients are all-reduced between them."""

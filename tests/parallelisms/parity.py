@@ -100,6 +100,11 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 FIGURE = 1e-6
 """Deviations of logged figures up to this count as 0: routers log float32, whatever the model
 computes in."""
+NARROW = 2**-7
+"""Of sums of gradients in bfloat16, which rounds each addend and each sum by at most 2^-9."""
+NEWTON_SCHULZ = 3.4445
+"""Muon's first coefficient, by which an iteration multiplies small singular values, and with them
+what rounding added."""
 DECIBELS = 1.0
 MIXTURES = [name for name, spec in MODELS.items() if spec.sizes["debug"].n_experts]
 VISION = [name for name, spec in MODELS.items() if spec.sizes["debug"].vision_layers]
@@ -234,6 +239,9 @@ class Case:
         is as near as that."""
         if not self.rounds_alike:
             return DECIBELS
+        if self.parallel.reduce_dtype == "bfloat16":
+            muon = self.optimizer == "muon" and not name.startswith(("gradient", "loss 0"))
+            return NARROW * (NEWTON_SCHULZ if muon else 1)
         before = name.startswith("gradient") or name in ("loss 0", "norm 0", "sources 0")
         return TOLERANCE[self.dtype if self.optimizer == "sgd" or before else "float32"]
 

@@ -8,7 +8,7 @@ a test that trains with both and compares with one process, if there is one.
 
 import itertools
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from dtron.config import RunConfig
 from dtron.setup.rules import ModelCandidate, all_broken
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
+PAIR_TEST = "test_pairs_equal_one_process"
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 NUMBERS = {f"parallel.{axis}" for axis in (*DEGREES, "ep", "etp", "defer_head")}
 NUMBERS |= {"train.loss_chunks", "lora.rank"}
@@ -136,17 +137,28 @@ SIZES_OF: dict[str, dict[str, Any]] = {
 }
 
 
+def settings_of(features: Iterable[Feature]) -> dict[str, Any] | None:
+    """Settings by key with which all these act; None where two are values of one key."""
+    keys: dict[str, Any] = {}
+    needs: dict[str, Any] = {}
+    for feature in features:
+        if any(keys.get(key, value) != value for key, value in feature.keys.items()):
+            return None
+        keys |= feature.keys
+        for key, value in feature.needs.items():  # more ranks; of models, the one that has all
+            larger = max if isinstance(value, int) else min
+            needs[key] = larger(value, needs.get(key, value))
+    return {**needs, **keys}
+
+
 def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
     """A run with both, on as few ranks as they need; None where they are values of one key."""
-    if any(b.keys.get(key, value) != value for key, value in a.keys.items()):
+    settings = settings_of((a, b))
+    if settings is None:
         return None
-    needs = dict(b.needs)
-    for key, value in a.needs.items():  # more ranks; of models, the one that has all
-        larger = max if isinstance(value, int) else min
-        needs[key] = larger(value, needs.get(key, value))
     sections: dict[str, dict[str, Any]] = {}
     override: dict[str, Any] = {}
-    for key, value in {**needs, **a.keys, **b.keys}.items():
+    for key, value in settings.items():
         section, name = key.rsplit(".", 1)
         target = override if section == "model.override" else sections.setdefault(section, {})
         target[name] = value
@@ -162,10 +174,11 @@ def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
     return ModelCandidate(RunConfig.of(sections), world)
 
 
-def tested() -> Iterator[tuple[str, set[str]]]:
-    """(test, names of the features that it has), the default run's first, then those with most."""
+def tested(with_pairs: bool) -> Iterator[tuple[str, set[str]]]:
+    """(test, names of the features that it has), the default run's first, then those with most, at
+    last those of pairs.txt."""
     from tests.lora import test_lora_layouts
-    from tests.parallelisms import test_matrix, test_parity  # which choose cases for seconds
+    from tests.parallelisms import pairs, test_matrix, test_parity  # which choose cases for seconds
 
     named = {}
     for test, cases in {
@@ -174,6 +187,7 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         "test_settings_together_equal_one_process": test_parity.PAIRED,
         "test_layouts_equal_one_process": test_lora_layouts.CASES,
         "test_equals_one_process": [case for case in test_matrix.CASES if not case.refusal()],
+        PAIR_TEST: pairs.cases() if with_pairs else (),
     }.items():
         named |= {f"{test}[{case}]": case for case in reversed(cases)}
     found = []
@@ -183,17 +197,22 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         if len(acting) > 1:
             matrix = test.startswith("test_equals")
             taken = (str(case) in test_parity.DEFAULT, str(case) in test_parity.SELECTED)
-            order = (*(not each for each in taken), matrix, -len(acting), test)
+            pair = test.startswith(PAIR_TEST)
+            order = (pair, *(not each for each in taken), matrix, -len(acting), test)
             found.append((order, test, acting))
     for _, test, acting in sorted(found, key=lambda each: each[0]):
         yield test, acting
 
 
 @cache
-def cells() -> dict[tuple[str, str], tuple[str, str]]:
+def cells(with_pairs: bool = True) -> dict[tuple[str, str], tuple[str, str]]:
     """(kind, what it names) by two features: ("test", its name), ("rule", its message), ("legal",
-    "") without such a test, or ("same key", "")."""
-    cases, found = list(tested()), {}
+    "") without such a test, or ("same key", "").
+
+    Args:
+        with_pairs: whether the tests of pairs.txt count.
+    """
+    cases, found = list(tested(with_pairs)), {}
     with mock.patch("dtron.setup.float8_plan.require_torchao"):  # whether it is installed or not
         for a, b in itertools.combinations(FEATURES, 2):
             both = {a.name, b.name}
@@ -218,7 +237,7 @@ def document() -> str:
     pairs = itertools.product(("", *string.ascii_lowercase), string.ascii_lowercase)
     marks = {("rule", rule): f"**{a}{b}**" for rule, (a, b) in zip(rules, pairs, strict=False)}
     marks |= {("test", test): str(number) for number, test in enumerate(tests, 1)}
-    marks |= {("legal", ""): "yes", ("same key", ""): ""}
+    marks |= {("legal", ""): "GPU", ("same key", ""): ""}
     columns = range(1, len(FEATURES))
     lines = [HEAD.format(**counts(found)), f"| | {' | '.join(map(str, columns))} |"]
     lines.append(f"|{' --- |' * (len(columns) + 1)}")
@@ -252,9 +271,9 @@ def counts(found: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, int]:
 HEAD = """# What can be combined
 
 Any two features of training in a small run. A **letter** is the rule that refuses them before any
-process starts. A number is a test that trains with both and compares with one process; `yes` is a
-legal pair without such a test. Empty cells are two values of one key, or above the diagonal. Some
-rules depend on sizes: `dtron plan` checks those of your run. Written from the rules of a start by
+process starts. A number is a test that trains with both and compares with one process; `GPU` is a
+legal pair that needs GPUs. Empty cells are two values of one key, or above the diagonal. Some rules
+depend on sizes: `dtron plan` checks those of your run. Written from the rules of a start by
 
     python -m tests.setup.combinations
 
@@ -264,8 +283,9 @@ rules depend on sizes: `dtron plan` checks those of your run. Written from the r
 graphs ([experts](expert-parallel.md)).
 """
 TESTS = """`test_equals_one_process` is in `tests/parallelisms/test_matrix.py`
-([parity](parity.md)), the others are in `tests/parallelisms/test_parity.py`. A name has the model,
-the ranks, and the settings that are not at their default."""
+([parity](parity.md)), `test_pairs_equal_one_process` in `tests/parallelisms/test_pairs.py`, the
+others are in `tests/parallelisms/test_parity.py`. A name has the model, the ranks, and the settings
+that are not at their default."""
 
 if __name__ == "__main__":
     DOCUMENT.write_text(document())

@@ -90,7 +90,11 @@ CHOSEN = [
     ("train.global_batch=8", SHARED),
     ("train.global_batch=16", SHARED),
     ("parallel.zero=3", {"reduce_by": "all_to_all", "copy_engines": True}),
-    ("parallel.zero=1 train.global_batch=16", {}),  # sums of micro-batches would be rounded
+    # reduce_by would round sums of micro-batches
+    ("parallel.zero=1 train.global_batch=16", {"accumulate_in_matmul": True}),
+    ("parallel.zero=1 train.global_batch=16 train.dtype=float32", {}),
+    ("parallel.zero=1 train.global_batch=16 float8.recipe=tensorwise train.loss_chunks=2", {}),
+    (f"{TP} parallel.zero=1 train.global_batch=16", {"async_tp": True}),
     ("parallel.reduce_by=all_to_all train.dtype=float32", {"zero": 2, "copy_engines": True}),
     (CP, {**SHARED, "cp_method": "ulysses"}),
     (f"{CP} model.override.n_heads=6 model.override.n_kv_heads=2 model.override.head_dim=16",
@@ -143,6 +147,7 @@ EVERYTHING = {
     "parallel.reduce_by": "",
     "parallel.copy_engines": "",
     "compile.cuda_graphs": "compile.enable=true",
+    "parallel.accumulate_in_matmul": "parallel.zero=1 train.global_batch=16",
 }
 """A run in which a key is chosen."""
 RANKS = {"compile.cuda_graphs": 1}
@@ -182,7 +187,7 @@ def test_what_is_set_is_obeyed(key: str) -> None:
 )
 def test_a_choice_needs_the_machine(key: str, machine: Machine) -> None:
     anywhere = {"zero", "schedule"} if machine.gpus else set()
-    anywhere |= {"cuda_graphs"} if machine.gpus else set()
+    anywhere |= {"cuda_graphs", "accumulate_in_matmul"} if machine.gpus else set()
     found = chosen(EVERYTHING[key], machine, seconds=launches, world=RANKS.get(key, 8))
     assert set(found) <= anywhere
 
