@@ -77,7 +77,7 @@ class DelayedScales:
         """
         if not self.layers:
             return False
-        weights = torch.stack(norms(self._weights(), math.inf)).float()
+        weights = torch.stack(norms(self._weights(), math.inf))  # float64 stays, as in casting
         shown = torch.cat([self.seen, weights[:, None]], 1)
         shown = torch.where(shown.isfinite(), shown, 0)
         if taken is not None:

@@ -21,7 +21,7 @@ from dtron.float8.convert import MULTIPLE
 from dtron.float8.recipes import RECIPES, Recipe
 from dtron.lora.adapters import adapters, wrong_modules
 from dtron.models import ModelSpec, model_config, model_spec
-from dtron.models.attention import AttentionNeeds, Backend, choose_backend
+from dtron.models.attention import AttentionNeeds, Backend, choose_backend, modifies_scores
 from dtron.models.config import DecoderConfig
 from dtron.models.contract import has_encoder, ignored, reads_images
 from dtron.models.flops import FlopsModel, flops_per_token, images_that_fit
@@ -665,6 +665,13 @@ MODEL: tuple[Rule[ModelCandidate], ...] = (
         lambda c: c.parallel.cp == 1 or not c.model.attention_dropout,
         "model.override.attention_dropout = {c.model.attention_dropout} with parallel.cp = "
         "{c.parallel.cp}: no rank computes all attention weights; use 0.0",
+    ),
+    Rule(
+        "model.override",
+        lambda c: not c.model.attention_dropout or not modifies_scores(c.model),
+        "model.override.attention_dropout = {c.model.attention_dropout} with "
+        "model.override.window, softcap or sinks: the kernels that these need have no dropout of "
+        "attention weights; use 0.0, and model.override.dropout for residuals",
     ),
     Rule(
         "parallel.cp_method model.override",

@@ -13,6 +13,7 @@ from dtron.errors import ConfigError
 from dtron.float8 import RECIPES, Float8Linear, ScaleGroups
 from dtron.float8.delayed import DelayedScales
 from dtron.float8.recipes import E4M3, E5M2
+from dtron.float8.scales import magnitude, scale_of
 from dtron.setup.rules import resolve
 from tests.float8.test_gated import NAMES, pair
 
@@ -90,6 +91,18 @@ def test_a_bad_step_is_not_remembered(bad: float) -> None:
     a_backward(layer, 1.0, 1e-4)  # nor does it spoil the next one
     scales.update()
     assert scales.histories[0, 0].tolist() == pytest.approx([1.0, 1e-4])
+
+
+def test_float64_weights_have_the_scales_of_current_scaling() -> None:
+    """As a rank with current scales has them, not of weights rounded to float32 before."""
+    layer, _ = made()
+    scales = DelayedScales({"layer": layer.double()}, 2, None)
+    scales.histories.fill_(1.0)
+    for number in range(1, 50):
+        layer.weight.data.fill_(number / 49)
+        scales.update()
+        current = scale_of(magnitude(layer.weight.data), layer.recipe.output.right)
+        assert known(layer)[1] == current.item()
 
 
 def test_a_step_that_is_not_taken_is_not_remembered() -> None:

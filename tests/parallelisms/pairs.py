@@ -20,7 +20,8 @@ from tests.parallelisms.parity import EAGER, Case
 from tests.setup.combinations import DEGREES, FEATURES, SIZES_OF, Feature, settings_of
 
 LIST = Path(__file__).with_name("pairs.txt")
-MOST_RANKS = 8
+MOST_RANKS, MOST_COMPILED, MOST_FEATURES = 8, 4, 12
+"""Of a case; MOST_COMPILED ranks where blocks are compiled, which each rank does."""
 BY_NAME = {feature.name: feature for feature in FEATURES}
 ON_GPUS = {"ep deepep"}
 """Features without an implementation for CPUs."""
@@ -54,6 +55,9 @@ def _case(
         section, name = key.rsplit(".", 1)
         sections.setdefault(section, {})[name] = value
     model = sections.get("model", {}).get("name", "llama")
+    parallel = {**sections.get("parallel", {}), **degrees}
+    if parallel.get("dispatcher") == "hierarchical":
+        parallel["ep_inner"] = 1  # each rank is a host
     scaled = sections.get("float8", {})
     steps = 2
     if scaled.get("scaling") == "delayed":
@@ -61,7 +65,7 @@ def _case(
     return Case(
         model,
         world,
-        Parallel(**{**sections.get("parallel", {}), **degrees}),
+        Parallel(**parallel),
         Recompute(**sections.get("recompute", {})),
         EAGER if "compile" in sections else Compile(),
         {**SIZES_OF[model], **sections.get("model.override", {})},
@@ -108,13 +112,14 @@ def covering(missing: set[tuple[str, str]]) -> Iterator[set[str]]:
         first = order.choice(sorted(missing))
         names = set(first)
         rest = set(BY_NAME) - names - ON_GPUS
-        while rest:
+        while rest and len(names) < MOST_FEATURES:
             gain = {each: len(_meetings({*names, each}) & missing) for each in sorted(rest)}
             best = max(sorted(rest), key=lambda each: gain[each])
             if gain[best] <= len(_meetings(names) & missing):
                 break
             rest.remove(best)
-            if case_of(sorted({*names, best})) is not None:
+            case = case_of(sorted({*names, best}))
+            if case and not (case.compile.enable and case.world > MOST_COMPILED):
                 names.add(best)
         missing -= _meetings(names)
         yield names

@@ -1,25 +1,19 @@
 """Any two features of docs/combinations.md that no other test has together equal one process.
 
-pytest -m matrix tests/parallelisms/test_pairs.py
+    pytest -m matrix tests/parallelisms/test_pairs.py
 """
 
 import pytest
 
 from tests.parallelisms.pairs import ON_GPUS, cases
-from tests.parallelisms.parity import Batches, Case, selected
+from tests.parallelisms.parity import Case, check
 from tests.setup.combinations import cells
 
 
-@pytest.fixture(scope="module")
-def batches(request: pytest.FixtureRequest) -> Batches:
-    """The cases of pairs.txt that were selected."""
-    return Batches(selected(request))
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("case", sorted(cases(), key=lambda case: case.world), ids=str)
-def test_pairs_equal_one_process(case: Case, batches: Batches) -> None:
-    assert not batches.outcome(case).wrong(case)
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_pairs_equal_one_process(case: Case) -> None:
+    check(case, seconds=600)
 
 
 def test_each_legal_pair_has_a_test() -> None:
