@@ -1,6 +1,6 @@
 """Any two features of docs/combinations.md that no other test has together equal one process.
 
-    pytest -m matrix tests/parallelisms/test_pairs.py
+pytest -m matrix tests/parallelisms/test_pairs.py
 """
 
 import pytest
