@@ -369,7 +369,7 @@ class Resolved(Candidate):
 
         Windows count as in training, by the keys that queries see.
         """
-        length = attended_by_layers(self.config.train.seq_len, self.model.windows)
+        length = attended_by_layers(self.config.train.seq_len, self.model)
         sizes = flops_model(self.config, self.model_of(self.config))
         seq_len = self.config.train.seq_len
         images = images_that_fit(self.model, seq_len) / seq_len
