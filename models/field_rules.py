@@ -128,7 +128,9 @@ def _wrong_full_layers(config: "DecoderConfig") -> Iterator[str]:
                 f"{default} or set full_attention_every"
             )
     if (heads := config.global_kv_heads) and config.n_heads % heads:
-        legal = _either([each for each in range(1, config.n_heads + 1) if config.n_heads % each == 0])
+        legal = _either(
+            [each for each in range(1, config.n_heads + 1) if config.n_heads % each == 0]
+        )
         yield f"global_kv_heads = {heads} does not divide n_heads = {config.n_heads}; use {legal}"
     rotated = int(config.global_head_dim * config.rope_fraction)
     if config.global_head_dim and config.positions == "rope" and (rotated % 2 or not rotated):

@@ -262,7 +262,8 @@ HF = HuggingFace(
         "gemma4",
         "model.language_model.",
         tuple(
-            f"model.{name}." for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+            f"model.{name}."
+            for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
         ),
     ),
 )

@@ -276,17 +276,21 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
 
     Also yield the reduce-scatters of the gradients of these heads.
     """
-    n_heads = run.model.n_kv_heads
-    if run.model.kv_lora_rank or run.tp <= n_heads:
-        return
-    ranks = run.tp // n_heads
-    axis = "tp" if n_heads == 1 else "tp_inner"
-    size = float(run.model.head_size * run.tokens * run.element)
-    layers = [i for i in stage.layers if run.kind(i).mixer == "attention"]
-    again = sum(run.recomputes(i, "attn") for i in layers)
-    for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
-        count = 2 * (len(layers) + times) * run.micro_batches
-        yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
+    of_kind: dict[LayerKind, list[int]] = {}
+    for layer in stage.layers:
+        of_kind.setdefault(run.kind(layer), []).append(layer)
+    for kind, layers in of_kind.items():
+        model = run.model.of_layer(kind)
+        n_heads = model.n_kv_heads
+        if kind.mixer != "attention" or model.kv_lora_rank or run.tp <= n_heads:
+            continue
+        ranks = run.tp // n_heads
+        axis = "tp" if n_heads == 1 else "tp_inner"
+        size = float(model.head_size * run.tokens * run.element)
+        again = sum(run.recomputes(i, "attn") for i in layers)
+        for name, times in (("all_gather", again), ("reduce_scatter", 0)):
+            count = (len(layers) + times) * run.micro_batches * (1 if model.keys_as_values else 2)
+            yield Collective(axis, name, size, count, "tp", ranks, min(ranks, domain))
 
 
 def _adapters(run: Resolved, stage: Stage, repeats: bool) -> Iterator[tuple[str, float, float]]:
@@ -353,10 +357,11 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     """
     cp = run.degrees["cp"]
     ranks, inside = group(run, ("cp",), domain)
-    model, m = run.model, run.micro_batches
-    kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
-    q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
+    m = run.micro_batches
     for layer in stage.layers:
+        model = run.model.of_layer(run.kind(layer))
+        kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
+        q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
         if (mixer := run.kind(layer).mixer) != "attention":
             again = int(run.recomputes(layer, mixer))
             for width in _exchanged(model, mixer):

@@ -12,6 +12,7 @@ from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
 from dtron.models.config import DecoderConfig, LayerKind
+from dtron.models.attention import WIDEST_FLASH, modifies_scores
 from dtron.models.flops import attended_by_layers, flops_per_token, images_that_fit
 from dtron.models.moe import capacity
 from dtron.models.vision import encoder_config
@@ -296,6 +297,17 @@ class Resolved(Candidate):
         parallel = self.config.parallel
         methods = parallel.cp_methods()
         return layout_of(methods[layer % len(methods)], self.degrees["cp"], parallel.cp_inner)
+
+    def unfused(self, layer: int) -> bool:
+        """Whether a layer's attention has no fused kernel on GPUs.
+
+        No fused kernel that returns a log-sum-exp, which context parallelism, windows, soft caps
+        and sinks need, supports heads wider than WIDEST_FLASH.
+        """
+        kind = self.kind(layer)
+        model = self.model.of_layer(kind)
+        needed = self.degrees["cp"] > 1 or modifies_scores(model)
+        return kind.mixer == "attention" and needed and model.head_size > WIDEST_FLASH
 
     def exchanges_halos(self, layer: int) -> bool:
         """Whether ring attention has a sliding window, so that ranks exchange halos of keys."""

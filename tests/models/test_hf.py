@@ -505,7 +505,9 @@ def test_a_released_gemma_config_is_the_published_size() -> None:
     text = RELEASED_4B["text_config"]
     assert not differences(hf.read(text, "config.json"), model_config("gemma3", "4b"))
     assert (
-        hf.write(model_config("gemma3", "1b", {"n_layers": 4, "full_attention_every": 0}))["layer_types"]
+        hf.write(model_config("gemma3", "1b", {"n_layers": 4, "full_attention_every": 0}))[
+            "layer_types"
+        ]
         == ["sliding_attention"] * 4
     )
 
@@ -524,7 +526,10 @@ REFUSED_GEMMA4: list[tuple[dict[str, Any], str]] = [
         {"layer_types": KINDS, "per_layer_config": {"1": {"head_dim": 16}}},
         "per_layer_config differs between layers",
     ),
-    ({"per_layer_config": {"1": {"intermediate_size": 4}}}, "intermediate_size of per_layer_config"),
+    (
+        {"per_layer_config": {"1": {"intermediate_size": 4}}},
+        "intermediate_size of per_layer_config",
+    ),
     (
         {"layer_types": KINDS, "rope_parameters": {"full_attention": LINEAR}},
         "rope_theta of rope_parameters.sliding_attention is missing",
