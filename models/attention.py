@@ -34,8 +34,8 @@ from dtron.models.rope import apply_rope, yarn_mscale
 
 Mask = Tensor | BlockMask | Tables | None  # None: no documents
 WIDEST_FLASH = 256
-"""Width of the widest heads that FlashAttention and cuDNN support. Wider ones have FlexAttention and
-torch's memory-efficient kernel, which return no log-sum-exp here."""
+"""Width of the widest heads that FlashAttention and cuDNN support. For wider ones torch has
+FlexAttention and its memory-efficient kernel, which have no row in KERNELS."""
 
 
 class AttentionCore(nn.Module):

@@ -457,8 +457,8 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         fix=" or set kv_lora_rank",
     ),
     Rule(
-        f"kv_lora_rank nope_head_dim rope_head_dim v_head_dim head_dim n_kv_heads qk_norm positions "
-        f"{_NOT_LATENT}",
+        "kv_lora_rank nope_head_dim rope_head_dim v_head_dim head_dim n_kv_heads qk_norm "
+        f"positions {_NOT_LATENT}",
         finds_none(_wrong_latent),
     ),
     _unused("mtp_coefficient", "mtp", fix=" or set mtp"),

@@ -23,7 +23,6 @@ Recomputation is not counted: the result gives MFU, not HFU.
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 

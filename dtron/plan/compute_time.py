@@ -320,7 +320,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn" if kind.ffn else _output(kind)
     places = [place for place, p in enumerate(listed) if p.module == name]
-    if whole or not places or run.model.sandwich_norms:
+    if whole or not places or run.model.sandwich_norms or run.model.layer_scalars:
         return listed
     return listed[: places[-1]] + listed[places[-1] + 1 :]
 

@@ -11,8 +11,8 @@ from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
-from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.attention import WIDEST_FLASH, modifies_scores
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.flops import attended_by_layers, flops_per_token, images_that_fit
 from dtron.models.moe import capacity
 from dtron.models.vision import encoder_config

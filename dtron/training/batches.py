@@ -147,9 +147,9 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
 def attended_length(batches: Sequence[Batch], config: DecoderConfig) -> float:
     """Return the attended length for FLOP counts: 2 * (mean number of keys per query) - 1.
 
-    The mean is over layers, by the width of their heads, and tokens. A causal query in a document of L tokens sees (L + 1) / 2
-    keys on average, so the result is L; for several documents it is sum(L^2) / sum(L). Sliding
-    windows reduce it.
+    The mean is over layers, by the width of their heads, and tokens. A causal query in a document
+    of L tokens sees (L + 1) / 2 keys on average, so the result is L; for several documents it is
+    sum(L^2) / sum(L). Sliding windows reduce it.
     """
     # A token at position p sees p + 1 keys; the sum of 2 (p + 1) - 1 over p < L is L^2.
     positions, sizes = [_positions(batch) for batch in batches], config.head_sizes

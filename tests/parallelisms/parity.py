@@ -148,6 +148,11 @@ SIZES: dict[str, dict[str, Any]] = {
         **{**SMALL, "head_dim": 8, "query_pre_attn_scalar": 12, "logit_softcap": 3.0},
         **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
     },
+    "gemma4": {
+        **{**SMALL, "head_dim": 8, "global_head_dim": 12, "global_kv_heads": 1},
+        **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
+        **{"rope_global_fraction": 0.5, "logit_softcap": 3.0},
+    },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "bert": {**SMALL, "vocab_size": 72, "n_kv_heads": 4, "max_seq_len": 16},
     "t5": {

@@ -39,6 +39,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "llama": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "qwen3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gemma3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
+    "gemma4": {"dim": 32, "n_heads": 8, "n_kv_heads": 4, "global_head_dim": 16},
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "t5": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
