@@ -541,6 +541,11 @@ class Backend:
     """Backend of layers without a window, in a model whose heads have other sizes there
     (`DecoderConfig.of_layer`); None: this one."""
 
+    @property
+    def names(self) -> str:
+        """The name; with a backend of its own for layers without a window, both names."""
+        return self.name if self.full is None else f"{self.name} and {self.full.name}"
+
     def of_layer(self, kind: LayerKind) -> "Backend":
         """Return the backend of layers of this kind."""
         return self.full if kind.full and self.full is not None else self
