@@ -859,7 +859,7 @@ OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences
 SPANS = Case("t5", 2, Parallel(pp=2, pp_layout="Ett|tttL"), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
-SCALED = Case("gemma4", 2, Parallel(tp=2), sequences=2)
+GLOBAL = Case("gemma4", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 TOGETHER = Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True))
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
@@ -959,9 +959,9 @@ BUGS = [
     Bug(biases_of_first_heads, replace(SPANS, parallel=Parallel(tp=2)), ALSO_LOSS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
-    Bug(values_without_gradient, SCALED, BEFORE_VALUES),
-    Bug(values_without_gradient, replace(SCALED, parallel=Parallel(cp=2)), BEFORE_VALUES),
-    Bug(scalars_not_reduced, SCALED, r"gradient blocks\.\d+\.scale\.gamma"),
+    Bug(values_without_gradient, GLOBAL, BEFORE_VALUES),
+    Bug(values_without_gradient, replace(GLOBAL, parallel=Parallel(cp=2)), BEFORE_VALUES),
+    Bug(scalars_not_reduced, GLOBAL, r"gradient blocks\.\d+\.scale\.gamma"),
     Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),
     Bug(gradients_of_the_micro_batch_before, TOGETHER, r"gradient (?!blocks\.2\.|norm|head).*"),
     Bug(gradient_added_twice, TOGETHER, r"gradient embed\.weight"),
