@@ -21,6 +21,7 @@ from dtron.models.config import DecoderConfig, overridden
 from dtron.models.custom import GROUP, custom_spec
 from dtron.models.deepseek_v3 import DEEPSEEK_V3
 from dtron.models.gemma3 import GEMMA3
+from dtron.models.gemma4 import GEMMA4
 from dtron.models.gpt import GPT
 from dtron.models.gpt_oss import GPT_OSS
 from dtron.models.hf import HuggingFace
@@ -57,7 +58,7 @@ __all__ = [
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
-        *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GPT),
+        *(LLAMA, QWEN3, QWEN3_5, GEMMA3, GEMMA4, GPT),
         *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, DEEPSEEK_V3, GPT_OSS, NEMOTRON_H),
         *(BERT, LLAVA, T5),
     )

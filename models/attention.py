@@ -27,12 +27,15 @@ from dtron.errors import ConfigError, nearest
 from dtron.kernels.attention import KERNELS, Tables, document_segments
 from dtron.kernels.flash4 import flash4
 from dtron.kernels.torch_internals import mark_dynamic
-from dtron.models.config import DecoderConfig
+from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.dropout import AttentionDropout
 from dtron.models.layers import norm
 from dtron.models.rope import apply_rope, yarn_mscale
 
 Mask = Tensor | BlockMask | Tables | None  # None: no documents
+WIDEST_FLASH = 256
+"""Width of the widest heads that FlashAttention and cuDNN support. For wider ones torch has
+FlexAttention and its memory-efficient kernel, which have no row in KERNELS."""
 
 
 class AttentionCore(nn.Module):
@@ -48,6 +51,11 @@ class AttentionCore(nn.Module):
         self.window = config.window if window is None else window
         self.softcap, self.causal = config.softcap, config.causal
         self.by_kernel = modifies_scores(config)
+
+    @property
+    def context_kernel(self) -> str:
+        """Key in `dtron.kernels.attention.KERNELS`, for context parallelism."""
+        return self.backend.kernel
 
     @property
     def scoring(self) -> tuple[int, float, float]:
@@ -134,15 +142,20 @@ class Attention(nn.Module):
         q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
         self.wq = nn.Linear(config.dim, q_dim, bias=config.bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.bias)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
+        self.wv: nn.Linear | None = None
+        if not config.keys_as_values:
+            self.wv = nn.Linear(config.dim, kv_dim, bias=config.bias)
         self.wo = nn.Linear(q_dim, config.dim, bias=config.bias)
         self.q_norm = norm(config, size) if config.qk_norm else None
         self.k_norm = norm(config, size) if config.qk_norm else None
-        self.head_size = size
+        self.head_size, self.value_eps = size, config.norm_eps if config.value_norm else None
 
     def heads(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project and rotate: (B, T, D) -> q (B, T, H, K), k and v (B, T, G, K)."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk, self.wv))
+        q, k = (w(x).unflatten(-1, (-1, self.head_size)) for w in (self.wq, self.wk))
+        v = k if self.wv is None else self.wv(x).unflatten(-1, (-1, self.head_size))
+        if self.value_eps is not None:
+            v = F.rms_norm(v, (self.head_size,), eps=self.value_eps)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -227,9 +240,11 @@ def _sdpa(
     """Call torch's scaled_dot_product_attention with one kernel; None: torch chooses."""
     assert mask is None or isinstance(mask, Tensor), "this mask is for another backend"
     shared = q.shape[2] != k.shape[2]
-    if shared and kernel is None and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # The only fused CUDA kernel for masks and for float32 does not support grouped queries;
-        # without a copy torch would fall back to unfused attention with T * T scores in memory.
+    only = mask is not None or q.dtype == torch.float32 or q.shape[-1] > WIDEST_FLASH
+    if shared and kernel is None and q.is_cuda and only:
+        # The only fused CUDA kernel for masks, for float32 and for heads wider than 256 does not
+        # support grouped queries; without a copy torch would fall back to unfused attention with
+        # T * T scores in memory.
         group = q.shape[2] // k.shape[2]
         k, v, shared = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), False
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -334,7 +349,7 @@ def _segments(
     """Return document boundaries; compute them unless the caller has computed them on the host."""
     if isinstance(documents, Tensor):
         documents = {"segments": (document_segments(documents),)}
-    return _dynamic(documents)
+    return _dynamic(documents and {"segments": documents["segments"]})
 
 
 def _dynamic(tables: Tables | None) -> Tables | None:
@@ -397,12 +412,15 @@ class AttentionNeeds:
     sinks: bool = False
     relative: bool = False
     """Add relative position biases to the scores."""
+    full: "AttentionNeeds | None" = None
+    """Requirements of layers without a window, if the sizes of their heads differ."""
 
     @classmethod
     def of(
         cls, config: DecoderConfig, device_type: str, dtype: torch.dtype, **others: Any
     ) -> "AttentionNeeds":
         """Return a model's requirements; `others`: values of documents, deterministic, context."""
+        config, *full = config.attention_configs
         return cls(
             device_type,
             dtype,
@@ -412,6 +430,7 @@ class AttentionNeeds:
             softcap=config.softcap,
             sinks=config.sinks,
             relative=config.positions == "relative",
+            full=cls.of(full[0], device_type, dtype, **others) if full else None,
             **others,
         )
 
@@ -440,7 +459,7 @@ def _no_fused_kernel(needs: AttentionNeeds, capability: int, head_dim: int) -> s
 
 
 def _no_flash4(needs: AttentionNeeds) -> str | None:
-    if reason := _no_fused_kernel(needs, capability=9, head_dim=256):
+    if reason := _no_fused_kernel(needs, capability=9, head_dim=WIDEST_FLASH):
         return reason
     if _capability() >= 10 and 128 < needs.head_dim < 256:
         return "needs a head_dim of at most 128, or 256, on this GPU"
@@ -454,7 +473,7 @@ def _no_flash4(needs: AttentionNeeds) -> str | None:
 def _no_cudnn(needs: AttentionNeeds) -> str | None:
     if needs.deterministic:
         return "has no deterministic backward"
-    if reason := _no_fused_kernel(needs, capability=9, head_dim=256):
+    if reason := _no_fused_kernel(needs, capability=9, head_dim=WIDEST_FLASH):
         return reason
     if _capability() != 9 and needs.head_dim > 128:
         return "needs a head_dim of at most 128 on this GPU"
@@ -462,7 +481,7 @@ def _no_cudnn(needs: AttentionNeeds) -> str | None:
 
 
 def _no_flash_attn(needs: AttentionNeeds) -> str | None:
-    if reason := _no_fused_kernel(needs, capability=8, head_dim=256):
+    if reason := _no_fused_kernel(needs, capability=8, head_dim=WIDEST_FLASH):
         return reason
     if not _has_flash3() and not _installed("flash_attn.flash_attn_interface"):
         return "needs the package flash-attn"
@@ -518,6 +537,29 @@ class Backend:
     kernel: str = ""
     """Key in `dtron.kernels.attention.KERNELS`; context parallelism calls this kernel block by
     block. Empty: the backend has no kernel that returns the log-sum-exp."""
+    full: "Backend | None" = None
+    """Backend of layers without a window, in a model whose heads have other sizes there
+    (`DecoderConfig.of_layer`); None: this one."""
+
+    @property
+    def names(self) -> str:
+        """The name; with a backend of its own for layers without a window, both names."""
+        return self.name if self.full is None else f"{self.name} and {self.full.name}"
+
+    def of_layer(self, kind: LayerKind) -> "Backend":
+        """Return the backend of layers of this kind."""
+        return self.full if kind.full and self.full is not None else self
+
+    def masks(
+        self, documents: Tensor | Tables | None, positions: Tensor, causal: bool = True
+    ) -> tuple[Mask, Mask]:
+        """Return the masks of layers with and without a window, from `prepare`."""
+        mask = self.prepare(documents, positions, causal)
+        if self.full is None or self.full.prepare is self.prepare:
+            return mask, mask
+        if isinstance(documents, Mapping) and not self.full.counts_documents:
+            documents = documents[_DOCUMENTS][0]
+        return mask, self.full.prepare(documents, positions, causal)
 
     @property
     def counts_documents(self) -> bool:
@@ -529,10 +571,15 @@ class Backend:
 
         Conversion on the device would synchronise the host with the device.
         """
-        if self.counts_documents and isinstance(documents, Tensor):
-            return {"segments": (document_segments(documents),)}
-        return documents
+        if not self.counts_documents or not isinstance(documents, Tensor):
+            return documents
+        tables = {"segments": (document_segments(documents),)}
+        whole = self.full is not None and not self.full.counts_documents
+        return {**tables, _DOCUMENTS: (documents,)} if whole else tables
 
+
+_DOCUMENTS = "documents"
+"""Key of the documents themselves in the tables of `Backend.described`."""
 
 BACKENDS: dict[str, Backend] = {
     row.name: row
@@ -558,7 +605,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "flash",
             functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-            functools.partial(_no_fused_kernel, capability=8, head_dim=256),
+            functools.partial(_no_fused_kernel, capability=8, head_dim=WIDEST_FLASH),
             _segments,
             True,
             packs=False,
@@ -603,9 +650,15 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
         name: a row's name, or `auto` for the first row that supports all needs.
     Raises:
         ConfigError: `name` is unknown or lacks a feature; the message has the reason and the names
-            that can be used.
+            that can be used. Layers without a window whose heads have other sizes take the row if
+            it supports them, else as `auto`.
     """
-    reasons = {row.name: _lacks(row, needs) or row.unavailable(needs) for row in BACKENDS.values()}
+    if needs.full is not None:
+        row = choose_backend(name, replace(needs, full=None))
+        able = name in BACKENDS and _reason(BACKENDS[name], needs.full) is None
+        full = choose_backend(name if able else "auto", needs.full)
+        return row if full == row else replace(row, full=full)
+    reasons = {row.name: _reason(row, needs) for row in BACKENDS.values()}
     able = [row for row in BACKENDS.values() if reasons[row.name] is None]
     names = ", ".join(["auto", *(row.name for row in able)])
     if name == "auto":
@@ -622,6 +675,11 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
         # Context parallelism sends keys and values as one tensor.
         return replace(row, prepare=_prepared, narrow_values=False)
     return replace(row, prepare=_segments) if needs.by_kernel else row
+
+
+def _reason(row: Backend, needs: AttentionNeeds) -> str | None:
+    """Return why a row cannot run; None: it can."""
+    return _lacks(row, needs) or row.unavailable(needs)
 
 
 def _lacks(row: Backend, needs: AttentionNeeds) -> str | None:

@@ -31,6 +31,9 @@ class LayerKind(NamedTuple):
     """The encoder's last layer, whose output is normalised."""
     cross: bool = False
     """A layer of a decoder that also attends to the encoder's output."""
+    full: bool = False
+    """A layer without a window whose attention has other sizes than that of layers with one
+    (`DecoderConfig.of_layer`)."""
 
     @property
     def experts(self) -> bool:
@@ -113,6 +116,19 @@ class DecoderConfig(BaseModel):
     full_attention_every: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """n: every n-th layer has full attention, the other layers have the window (gpt-oss: 2), or are
     a gated delta net (delta_key_heads). 0: all layers have the window."""
+    global_head_dim: int = Field(default=0, ge=0, le=2**16)
+    """Width of a head in layers without a window, in a model that has both (Gemma 4); 0: as in
+    layers with one."""
+    global_kv_heads: int = Field(default=0, ge=0, le=2**16)
+    """Number of key and value heads in layers without a window, in a model that has both; 0: as in
+    layers with one."""
+    keys_as_values: bool = False
+    """Layers without a window have no wv: their values are the results of wk, before the keys are
+    normalised and rotated (Gemma 4)."""
+    value_norm: bool = False
+    """Normalise every value head by an RMSNorm without a weight (Gemma 4)."""
+    layer_scalars: bool = False
+    """Multiply each block's output by a learned scalar (Gemma 4)."""
     softcap: float = Field(default=0.0, ge=0, le=MOST_FACTOR)
     """Soft cap c: attention scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118); 0: off."""
     query_pre_attn_scalar: int = Field(default=0, ge=0, le=2**16)
@@ -186,6 +202,9 @@ class DecoderConfig(BaseModel):
     unchanged (Gemma 3, arXiv:2503.19786); 0: as in the other layers."""
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
     """Fraction of each head that is rotated, its first elements (partial rotary)."""
+    rope_global_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of the rotation frequencies, the fastest, with which layers without a window rotate;
+    the others are 0 (proportional rope, Gemma 4)."""
     rope_scaling: Literal["llama3", "yarn", "linear"] = "llama3"
     """Method of context extension: `llama3`, as in Llama 3.1 (arXiv:2407.21783), `yarn`
     (arXiv:2309.00071), or `linear`, all frequencies alike (arXiv:2306.15595); see
@@ -316,6 +335,34 @@ class DecoderConfig(BaseModel):
         return max(1, self.n_kv_heads // tp)
 
     @property
+    def has_full_layers(self) -> bool:
+        """Whether attention layers have no window, all or some of them."""
+        return not self.window or bool(self.full_attention_every)
+
+    @property
+    def full_layers_differ(self) -> bool:
+        """Whether layers without a window have other weights than layers with one."""
+        differs = self.global_head_dim or self.global_kv_heads or self.keys_as_values
+        return bool(self.window and self.full_attention_every and differs)
+
+    def of_layer(self, kind: LayerKind) -> "DecoderConfig":
+        """Return the config with the sizes of attention in layers of this kind."""
+        if not self.full_layers_differ:
+            return self
+        sizes: dict[str, Any] = {"global_head_dim": 0, "global_kv_heads": 0}
+        if not kind.full:
+            return self.model_copy(update={**sizes, "keys_as_values": False})
+        sizes["head_dim"] = self.global_head_dim or self.head_dim
+        sizes["n_kv_heads"] = self.global_kv_heads or self.n_kv_heads
+        return self.model_copy(update={**sizes, "window": 0, "full_attention_every": 0})
+
+    @property
+    def attention_configs(self) -> "tuple[DecoderConfig, ...]":
+        """`of_layer` of each kind of attention."""
+        kinds = (LayerKind(), LayerKind(full=True)) if self.full_layers_differ else (LayerKind(),)
+        return tuple(self.of_layer(kind) for kind in kinds)
+
+    @property
     def n_expert_layers(self) -> int:
         """Number of layers with experts, without MTP blocks."""
         return sum(kind.experts for kind in self.layer_kinds[: self.n_layers])
@@ -342,9 +389,11 @@ class DecoderConfig(BaseModel):
     def _layer_kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer of a model without `layer_pattern`."""
         every = self.full_attention_every
-        delta = self.delta_key_heads and not (every and (layer + 1) % every == 0)
+        last = bool(every) and (layer + 1) % every == 0
+        mixer = "delta" if self.delta_key_heads and not last else "attention"
         experts = self.n_experts and layer >= self.first_dense_layers
-        return LayerKind("delta" if delta else "attention", "experts" if experts else "dense")
+        full = last and self.full_layers_differ
+        return LayerKind(mixer, "experts" if experts else "dense", full=full)
 
     @property
     def has_recurrent_layers(self) -> bool:
@@ -365,12 +414,27 @@ class DecoderConfig(BaseModel):
         )
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Width of a query head in each layer."""
+        usual, *full = (config.head_size for config in self.attention_configs)
+        return tuple(usual if w or not full else full[0] for w in self.windows)
+
+    @property
     def local_rope(self) -> "DecoderConfig | None":
-        """The config whose rotary frequencies layers with a window have; None: this config."""
-        if not self.rope_local_theta:
+        """The config whose rotary frequencies layers with a window have; None: `full_rope`."""
+        differs = self.rope_local_theta or self.rope_global_fraction < 1 or self.global_head_dim
+        if not (self.window and differs):
             return None
-        unscaled = {"rope_theta": self.rope_local_theta, "rope_scaling_factor": 1.0}
-        return self.model_copy(update={**unscaled, "rope_scaling": "llama3"})
+        local: dict[str, Any] = {"rope_global_fraction": 1.0}
+        if self.rope_local_theta:
+            local |= {"rope_theta": self.rope_local_theta, "rope_scaling_factor": 1.0}
+            local["rope_scaling"] = "llama3"
+        return self.of_layer(LayerKind()).model_copy(update=local)
+
+    @property
+    def full_rope(self) -> "DecoderConfig":
+        """The config whose rotary frequencies layers without a window have."""
+        return self.of_layer(LayerKind(full=True))
 
     @property
     def delta_channels(self) -> int:

@@ -12,6 +12,7 @@ rank, mesh or process group: parallelism is applied from outside, by module name
     blocks.<i>.attn.{wkv_a,kv_a_norm,wkv_b,k_rope,wo}  and these (`latent.py`)
     blocks.<i>.ffn_norm, .ffn.{gate,up,down}           gate for gated activations
     blocks.<i>.{attn_post_norm,ffn_post_norm}          with sandwich_norms
+    blocks.<i>.scale                                   with layer_scalars
     blocks.<i>.ffn.{router,experts,shared}             with experts (`moe.py`)
                                                        with layer_pattern only one of the two
                                                        halves: mixer or feed-forward layer
@@ -52,7 +53,7 @@ from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.dropout import ATTENTION_OUTPUT, EMBEDDING, FFN_OUTPUT, Dropout, fold
 from dtron.models.gated_delta_net import GatedDeltaNet
 from dtron.models.latent import LatentAttention
-from dtron.models.layers import ACTIVATIONS, FeedForward, norm, soft_cap
+from dtron.models.layers import ACTIVATIONS, FeedForward, Scalar, norm, soft_cap
 from dtron.models.mamba import Mamba, init_core_parameter
 from dtron.models.moe import MoE
 from dtron.models.recurrent import document_starts
@@ -65,6 +66,7 @@ class Block(nn.Module):
     """Pre-norm transformer block: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
     With post-norms both sums are of the normalised outputs: x += post_norm(attention(norm(x))).
+    With a scalar the second sum is multiplied by it.
     """
 
     ffn: FeedForward | MoE
@@ -75,6 +77,7 @@ class Block(nn.Module):
         self._build_feed_forward(config)
         self.attn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
         self.ffn_post_norm = norm(config, config.dim) if config.sandwich_norms else None
+        self.scale = Scalar() if config.layer_scalars else None
         self.attn_drop = Dropout(config.dropout, ATTENTION_OUTPUT)
         self.ffn_drop = Dropout(config.dropout, FFN_OUTPUT)
 
@@ -120,7 +123,8 @@ class Block(nn.Module):
 
     def _add_ffn(self, x: Tensor, h: Tensor, dropout_keys: Tensor | None) -> Tensor:
         h = h if self.ffn_post_norm is None else self.ffn_post_norm(h)
-        return x + self.ffn_drop(h, dropout_keys)
+        x = x + self.ffn_drop(h, dropout_keys)
+        return x if self.scale is None else self.scale(x)
 
 
 class PostNormBlock(Block):
@@ -357,7 +361,9 @@ class Decoder(nn.Module):
         blocks = {**BLOCKS, LayerKind(): PostNormBlock} if config.post_norm else BLOCKS
         return nn.ModuleDict(
             {
-                str(layer): blocks[kind](config, backend, window)
+                str(layer): blocks[kind._replace(full=False)](
+                    config.of_layer(kind), backend.of_layer(kind), window
+                )
                 for layer, (kind, window) in enumerate(
                     zip(config.layer_kinds, windows, strict=True)
                 )
@@ -402,13 +408,13 @@ class Decoder(nn.Module):
         if positions is None:
             assert not x.is_floating_point(), "a later stage needs positions"
             positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        mask = self.backend.prepare(documents, positions, self.config.causal)
+        mask, full_mask = self.backend.masks(documents, positions, self.config.causal)
         if not x.is_floating_point():
             x = self._embed(x, positions, dropout_keys, token_types)
         rope, local_rope = self._rope_tables(positions)
         starts = self._starts(documents, positions)
         routed = (order if self.config.capacity_factor else None, real)
-        predictions = []
+        predictions, windows = [], self.config.windows
         for layer, block in self.blocks.items():
             keys = self._layer_keys(dropout_keys, int(layer))
             if isinstance(block, MTPBlock):
@@ -416,8 +422,8 @@ class Decoder(nn.Module):
             elif isinstance(block, RecurrentBlock):
                 x = self._through(block, routed, x, starts, order, keys)
             elif int(layer) < self.config.n_layers:  # not the place of another stage's MTP block
-                table = local_rope if self.config.windows[int(layer)] else rope
-                x = self._through(block, routed, x, table, mask, keys)
+                inputs = (local_rope, mask) if windows[int(layer)] else (rope, full_mask)
+                x = self._through(block, routed, x, *inputs, keys)
         x = self.norm(x if self.transform is None else self.transform(x))
         if mtp_tokens is None or not predictions:
             return self._logits(x) if labels is None else self.head(x, labels=labels)
@@ -453,7 +459,7 @@ class Decoder(nn.Module):
         """Return the rotary tables of layers without and with a window; None: no rotation."""
         if self.config.positions != "rope":
             return None, None
-        rope = rope_table(self.config, positions)
+        rope = rope_table(self.config.full_rope, positions)
         local = self.config.local_rope
         return rope, rope if local is None else rope_table(local, positions)
 

@@ -100,6 +100,60 @@ def _wrong_latent(config: "DecoderConfig") -> Iterator[str]:
     for key, value in legal.items():
         if getattr(config, key) != value:
             yield f"{key} = {getattr(config, key)} {why} {value}"
+    for key, value in changed(config, _NOT_LATENT):
+        default = type(config).model_fields[key].default
+        yield f"{key} = {json.dumps(value)} {why} {json.dumps(default)}"
+
+
+_FULL_LAYERS = "global_head_dim global_kv_heads keys_as_values"
+_NOT_LATENT = "value_norm keys_as_values global_head_dim global_kv_heads rope_global_fraction"
+
+
+def _wrong_full_layers(config: "DecoderConfig") -> Iterator[str]:
+    """Yield errors of the fields of layers without a window."""
+    every, window = config.full_attention_every, config.window
+    both = "has no effect without both window and full_attention_every; use"
+    for key, usual in {"global_head_dim": "head_dim", "global_kv_heads": "n_kv_heads"}.items():
+        if not (value := getattr(config, key)):
+            continue
+        if not (window and every):
+            yield f"{key} = {value} {both} 0"
+        elif value == (config.head_size if key == "global_head_dim" else config.n_kv_heads):
+            yield f"{key} = {value} has no effect, since {usual} is equal; use 0"
+    for key, value in changed(config, "keys_as_values rope_global_fraction"):
+        if not config.has_full_layers:
+            default = json.dumps(type(config).model_fields[key].default)
+            yield (
+                f"{key} = {json.dumps(value)} has no effect, since all layers have the window; use "
+                f"{default} or set full_attention_every"
+            )
+    if (heads := config.global_kv_heads) and config.n_heads % heads:
+        legal = _either(
+            [each for each in range(1, config.n_heads + 1) if config.n_heads % each == 0]
+        )
+        yield f"global_kv_heads = {heads} does not divide n_heads = {config.n_heads}; use {legal}"
+    rotated = int(config.global_head_dim * config.rope_fraction)
+    if config.global_head_dim and config.positions == "rope" and (rotated % 2 or not rotated):
+        yield (
+            f"global_head_dim = {config.global_head_dim} rotates {rotated} elements of a head, but "
+            f"rope rotates pairs; use another width, such as {2 * config.head_size}"
+        )
+
+
+def _wrong_global_fraction(config: "DecoderConfig") -> Iterator[str]:
+    fraction = config.rope_global_fraction
+    if fraction == 1:
+        return
+    if config.positions != "rope":
+        yield f'rope_global_fraction = {fraction} has no effect without positions = "rope"; use 1.0'
+    elif not int(fraction * config.full_rope.head_size // 2):
+        least = 2 / config.full_rope.head_size
+        yield f"rope_global_fraction = {fraction} rotates nothing; use {least:g} or more"
+    why = f"rope_global_fraction = {fraction} conflicts with"
+    if config.rope_fraction != 1:
+        yield f"{why} rope_fraction = {config.rope_fraction}; use 1.0 for one of them"
+    if config.rope_scaling_factor > 1 and config.rope_scaling != "linear":
+        yield f'{why} rope_scaling = {json.dumps(config.rope_scaling)}; use "linear", or 1.0'
 
 
 def _wrong_delta(config: "DecoderConfig") -> Iterator[str]:
@@ -127,6 +181,7 @@ _MAMBA = {"mamba_heads": 64, "mamba_groups": 8, "mamba_head_dim": 64, "mamba_sta
 _NOT_WITH_PATTERN = {
     **{"window": 0, "delta_key_heads": 0, "first_dense_layers": 0, "kv_lora_rank": 0, "mtp": 0},
     **{"bias": False, "causal": True, "post_norm": False, "sandwich_norms": False},
+    "layer_scalars": False,
 }
 """{field: its only value with layer_pattern}."""
 
@@ -204,7 +259,10 @@ def _small_groups(config: "DecoderConfig") -> Iterator[str]:
 
 
 _ENCODER = {"window": 0, "delta_key_heads": 0, "mtp": 0}
-_POST_NORM = {"n_experts": 0, "delta_key_heads": 0, "mtp": 0, "sandwich_norms": False}
+_POST_NORM = {
+    **{"n_experts": 0, "delta_key_heads": 0, "mtp": 0, "sandwich_norms": False},
+    "layer_scalars": False,
+}
 
 
 def _wrong_encoder(config: "DecoderConfig") -> Iterator[str]:
@@ -222,7 +280,7 @@ _NOT_IN_ENCODER_DECODERS = {
     **{"window": 0, "full_attention_every": 0, "softcap": 0.0, "sinks": False, "mtp": 0},
     **{"output_gate": False, "delta_key_heads": 0, "kv_lora_rank": 0, "n_experts": 0},
     **{"token_types": 0, "scale_embeddings": False, "logit_softcap": 0.0, "vision_layers": 0},
-    "layer_pattern": "",
+    **{"layer_pattern": "", "layer_scalars": False, "value_norm": False, "keys_as_values": False},
 }
 
 
@@ -317,6 +375,27 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
             + (", or delta_key_heads = 0" if c.delta_key_heads else ", or window = 0")
         ),
     ),
+    Rule(
+        "full_attention_every n_layers window",
+        lambda c: not c.window or c.full_attention_every <= c.n_layers,
+        "full_attention_every = {c.full_attention_every} has no effect with n_layers = "
+        "{c.n_layers}; use 0, or 2 to {c.n_layers}",
+    ),
+    Rule(
+        f"{_FULL_LAYERS} rope_global_fraction window full_attention_every n_heads n_kv_heads "
+        "head_dim positions",
+        finds_none(_wrong_full_layers),
+    ),
+    Rule(
+        "rope_global_fraction positions rope_fraction rope_scaling rope_scaling_factor "
+        "global_head_dim",
+        finds_none(_wrong_global_fraction),
+    ),
+    Rule(
+        "value_norm norm",
+        lambda c: not c.value_norm or c.norm == "rmsnorm",
+        'value_norm = true conflicts with norm = "{c.norm}"; use "rmsnorm", or false',
+    ),
     _unused(
         "delta_value_heads delta_key_dim delta_value_dim delta_conv delta_kernel",
         "delta_key_heads",
@@ -342,7 +421,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         finds_none(_wrong_pattern),
     ),
     Rule(
-        "causal post_norm window delta_key_heads mtp n_experts sandwich_norms",
+        "causal post_norm window delta_key_heads mtp n_experts sandwich_norms layer_scalars",
         finds_none(_wrong_encoder),
     ),
     Rule(
@@ -378,7 +457,8 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         fix=" or set kv_lora_rank",
     ),
     Rule(
-        "kv_lora_rank nope_head_dim rope_head_dim v_head_dim head_dim n_kv_heads qk_norm positions",
+        "kv_lora_rank nope_head_dim rope_head_dim v_head_dim head_dim n_kv_heads qk_norm "
+        f"positions {_NOT_LATENT}",
         finds_none(_wrong_latent),
     ),
     _unused("mtp_coefficient", "mtp", fix=" or set mtp"),

@@ -23,7 +23,6 @@ Recomputation is not counted: the result gives MFU, not HFU.
 Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -54,8 +53,9 @@ class FlopsModel:
     """Parameters in a token's matmuls, including only the active experts."""
     n_layers: int
     n_heads: int
-    qk_head_dim: int
-    v_head_dim: int
+    qk_head_dim: float
+    v_head_dim: float
+    """Both are means of the layers with attention."""
     fixed_flops: float = 0.0
     """FLOPs per token of forward and backward whatever the attended length: in the states of
     recurrent layers, and of attention in an encoder-decoder."""
@@ -86,8 +86,8 @@ class FlopsModel:
             n_layers=config.n_layers_of("attention"),
             fixed_flops=3 * sum(state_flops(config, kind) for kind in config.layer_kinds),
             n_heads=config.n_heads,
-            qk_head_dim=config.head_size,
-            v_head_dim=config.v_head_size,
+            qk_head_dim=mean_width(config) or config.head_size,
+            v_head_dim=mean_width(config) or config.v_head_size,
             causal=config.causal,
             image_flops=(1 if adapters else 3) * image_flops(config),
         )
@@ -116,6 +116,12 @@ class FlopsModel:
         )
 
 
+def mean_width(config: DecoderConfig) -> float:
+    """Return the mean width of heads, if it differs between layers; 0: it does not."""
+    sizes = [*config.head_sizes, *[config.head_size] * config.mtp]
+    return sum(sizes) / len(sizes) if config.global_head_dim else 0.0
+
+
 def n_parameters(config: DecoderConfig) -> int:
     """Count all parameters of a decoder; a tied weight counts once."""
     layers = sum(_layer(config, kind) for kind in config.layer_kinds)
@@ -137,10 +143,11 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> int:
     """Count the parameters of a layer or MTP block."""
     one, total = _norm(config, config.dim), 0
     if kind.mixer:
-        total += _MIXERS[kind.mixer](config)
+        total += _MIXERS[kind.mixer](config.of_layer(kind))
     if kind.ffn:
         total += _mixture(config) if kind.experts else _feed_forward(config, config.ffn_dim)
     norms = (bool(kind.mixer) + bool(kind.ffn)) * (2 if config.sandwich_norms else 1)
+    total += config.layer_scalars
     return total + norms * one + (3 * one + 2 * config.dim**2 if kind.mtp else 0)
 
 
@@ -190,7 +197,8 @@ def _attention(config: DecoderConfig) -> int:
         return _latent_attention(config) + sinks
     size = config.head_size
     q, kv = config.n_heads * size, config.n_kv_heads * size
-    projections = _linear(config, config.dim, q) + 2 * _linear(config, config.dim, kv)
+    both = 1 if config.keys_as_values else 2
+    projections = _linear(config, config.dim, q) + both * _linear(config, config.dim, kv)
     projections += _linear(config, config.dim, q) if config.output_gate else 0
     norms = 2 * _norm(config, size) if config.qk_norm else 0
     return projections + _linear(config, q, config.dim) + norms + sinks
@@ -269,12 +277,10 @@ def flops_per_token(
     return weights + attention + model.fixed_flops + images * model.image_flops
 
 
-def attended_by_layers(length: int, windows: Sequence[int]) -> float:
+def attended_by_layers(length: int, config: DecoderConfig) -> float:
     """Return the mean of the layers' attended length (see `flops_per_token`), without packing.
 
-    Args:
-        length: sequence length, in tokens.
-        windows: sliding window of each layer in tokens; 0: no window.
+    Layers count by the width of their heads. `length`: sequence length, in tokens.
     """
 
     def attended(window: int) -> float:
@@ -283,7 +289,9 @@ def attended_by_layers(length: int, windows: Sequence[int]) -> float:
         keys = window * (window + 1) / 2 + (length - window) * window  # of all queries
         return 2 * keys / length - 1
 
-    return sum(map(attended, windows)) / len(windows)
+    sizes = config.head_sizes
+    pairs = zip(config.windows, sizes, strict=True)
+    return sum(size * attended(window) for window, size in pairs) / sum(sizes)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -132,15 +132,17 @@ _LAYER_KEYS = """
     rope_local_base_freq rope_scaling rope_parameters
 """
 
+GEMMA_NAMES = (
+    WeightName("blocks.*.attn_post_norm", "model.layers.*.post_attention_layernorm"),
+    WeightName("blocks.*.ffn_norm", "model.layers.*.pre_feedforward_layernorm"),
+    WeightName("blocks.*.ffn_post_norm", "model.layers.*.post_feedforward_layernorm"),
+    *(name for name in LLAMA_NAMES if name.ours != "blocks.*.ffn_norm"),
+)
+
 HF = HuggingFace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    names=(
-        WeightName("blocks.*.attn_post_norm", "model.layers.*.post_attention_layernorm"),
-        WeightName("blocks.*.ffn_norm", "model.layers.*.pre_feedforward_layernorm"),
-        WeightName("blocks.*.ffn_post_norm", "model.layers.*.post_feedforward_layernorm"),
-        *(name for name in LLAMA_NAMES if name.ours != "blocks.*.ffn_norm"),
-    ),
+    names=GEMMA_NAMES,
     fields={
         **LLAMA_FIELDS,
         "head_dim": "head_dim",

@@ -201,8 +201,6 @@ def _computation_fields(config: DecoderConfig) -> dict[str, Any]:
         fields["layer_pattern"] = "".join(
             pattern[layer % len(pattern)] for layer in range(config.n_layers)
         )
-    if config.full_attention_every > config.n_layers:
-        fields["full_attention_every"] = 0
     if config.bias_speed:  # the model has a bias; its speed is a training setting
         fields["bias_speed"] = BIAS_SPEED
     idle = [name for name in fields if name.startswith("rope_") and name != "rope_head_dim"]
@@ -236,7 +234,7 @@ TRAINING_FIELDS = (
     "force_balance",
 )
 """Fields of training or of weight storage, which do not change the model."""
-ROPE_UNSCALED = ("rope_theta", "rope_fraction", "rope_local_theta")
+ROPE_UNSCALED = ("rope_theta", "rope_fraction", "rope_local_theta", "rope_global_fraction")
 """Fields of the rotary embedding that have an effect without rope scaling."""
 BIAS_SPEED = 0.001
 """bias_speed of an imported model with expert biases; config.json has no such key."""

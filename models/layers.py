@@ -59,6 +59,18 @@ class LayerNorm(nn.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
+class Scalar(nn.Module):
+    """Multiplication by a learned scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x * gamma, in x's shape (B, T, D) and dtype."""
+        return x * self.gamma
+
+
 def norm(config: DecoderConfig, dim: int, eps: float | None = None) -> nn.Module:
     """Build a norm of type config.norm over a last dim of size `dim`; eps None: config.norm_eps."""
     eps = config.norm_eps if eps is None else eps

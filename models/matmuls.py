@@ -34,7 +34,7 @@ def layer_matmuls(model: DecoderConfig, kind: LayerKind) -> list[Matmul]:
     d = model.dim
     found = [Matmul("merge", 2 * d, d, "none")] if kind.mtp else []
     if kind.mixer:
-        found += _MIXERS[kind.mixer](model)
+        found += _MIXERS[kind.mixer](model.of_layer(kind))
     if kind.cross:
         found += _cross_attention(model)
     if not kind.experts:
@@ -52,7 +52,8 @@ def _attention(model: DecoderConfig) -> list[Matmul]:
         return _latent_attention(model)
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     found = [Matmul("wq", model.dim, q, "columns")]
-    found += [Matmul(name, model.dim, kv, "columns") for name in ("wk", "wv")]
+    names = ("wk",) if model.keys_as_values else ("wk", "wv")
+    found += [Matmul(name, model.dim, kv, "columns") for name in names]
     if model.output_gate:
         found.append(Matmul("wg", model.dim, q, "columns"))
     return [*found, Matmul("wo", q, model.dim, "rows")]

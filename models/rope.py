@@ -10,7 +10,7 @@ Shapes: B sequences (1 if all share positions), T tokens, H heads, K = head_dim 
 latent attention), R <= K rotated elements.
 Sources: arXiv:2104.09864; context extension of Llama 3.1: arXiv:2407.21783, YaRN:
 arXiv:2309.00071, its two temperatures: DeepSeek-V3, arXiv:2412.19437, and its released code;
-linear: arXiv:2306.15595.
+linear: arXiv:2306.15595; proportional: Gemma 4 of transformers.
 """
 
 import math
@@ -72,6 +72,10 @@ def rope_frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
     size = config.rope_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_global_fraction < 1:
+        rotated = int(config.rope_global_fraction * size // 2)  # as transformers rounds
+        index = torch.arange(size // 2, device=device)
+        frequencies = torch.where(index < rotated, frequencies, 0.0)
     if config.rope_scaling_factor == 1:
         return frequencies
     kept = SCALINGS[config.rope_scaling](config, frequencies)

@@ -113,6 +113,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         **(_expert_rows(config, between, tokenwise, routed) if config.n_experts else {}),
         "blocks.*.*_post_norm": tokenwise,
         "blocks.*.ffn_drop": keyed,
+        "blocks.*.scale": tokenwise,
         **(_mtp_rows(between, tokenwise) if config.mtp else {}),
         **(_cross_rows(config, between, tokenwise, keyed) if config.encoder_layers else {}),
         "transform.dense": tokenwise,
@@ -129,6 +130,7 @@ def decoder_placements(config: DecoderConfig, sequence_parallel: bool) -> dict[s
         "blocks.*.attn.sinks": not config.sinks,
         "blocks.*.ffn_norm": not any(kind.ffn for kind in config.layer_kinds),
         "blocks.*.*_post_norm": not config.sandwich_norms,
+        "blocks.*.scale": not config.layer_scalars,
     }
     return {pattern: row for pattern, row in rows.items() if not absent.get(pattern)}
 
@@ -138,9 +140,20 @@ def _attention_rows(config: DecoderConfig, between: Placement, tokenwise: Row) -
     return {
         "blocks.*.attn": prepare_input(between),
         "blocks.*.attn.w[qkv]": colwise(),
-        "blocks.*.attn.w[kv]": whole_heads(config.n_kv_heads),
+        **_shared_heads(config),
         **({"blocks.*.attn.wg": colwise()} if config.output_gate else {}),
         **norms,
+    }
+
+
+def _shared_heads(config: DecoderConfig) -> dict[str, Row]:
+    """Return the tp placements of key and value heads that ranks share, by kind of layer."""
+    if not config.full_layers_differ:
+        return {"blocks.*.attn.w[kv]": whole_heads(config.n_kv_heads)}
+    return {
+        f"blocks.{i}.attn.w[kv]": whole_heads(config.of_layer(kind).n_kv_heads)
+        for i, kind in enumerate(config.layer_kinds)
+        if kind.mixer == "attention"
     }
 
 

@@ -150,7 +150,7 @@ class Model(Section):
     """The model and its attention backend."""
 
     name: Text = "llama"
-    """Model family: llama, qwen3, qwen3_5, gemma3, gpt, mixtral, qwen3_moe, qwen3_5_moe,
+    """Model family: llama, qwen3, qwen3_5, gemma3, gemma4, gpt, mixtral, qwen3_moe, qwen3_5_moe,
     deepseek_v3, gpt_oss, nemotron_h, bert, t5 or llava. Or a custom model: `MODULE:NAME`, a
     `dtron.models.ModelSpec` in a module of an installed package or of the working directory; or the
     name of an entry point of group `dtron.models`."""
@@ -164,7 +164,8 @@ class Model(Section):
         "auto"
     )
     """Attention backend; `auto` chooses the best backend that supports the run and logs its name.
-    """
+    Layers whose heads have another width (`global_head_dim`) take it if it supports them, else the
+    choice of `auto`."""
 
 
 class Parallel(Section):

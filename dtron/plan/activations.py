@@ -79,8 +79,9 @@ def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     Values of latent attention count as padded only with cp > 1: the first choices of
     `model.attention = "auto"` pad them only then.
     """
-    kind = run.kind(layer)
-    return _of_own_tokens(run, kind, block(run.model, kind, run.degrees["cp"] > 1))
+    kind, alone = run.kind(layer), run.degrees["cp"] == 1
+    expanded = alone and not run.config.data.mask_documents  # FlexAttention masks documents
+    return _of_own_tokens(run, kind, block(run.model, kind, not alone, expanded))
 
 
 def _of_own_tokens(
@@ -239,10 +240,9 @@ def queues_float8(run: Resolved, layer: int | None) -> bool:
 
 def _bytes(run: Resolved, row: SavedTensor) -> float:
     columns = run.between * run.experts["etp"]
-    heads = min(run.tp, run.model.n_kv_heads)
     shared = {
         "neurons": run.tp,
-        "heads": heads,
+        "heads": min(run.tp, row.heads),
         "tokens": run.between,
         "columns": columns,
         "none": 1,
@@ -275,7 +275,7 @@ def context_gradients(run: Resolved, layer: int) -> float:
     cp = run.degrees["cp"]
     if cp == 1 or run.kind(layer).mixer != "attention":
         return 0.0
-    shape, model, e = run.context(layer), run.model, run.element
+    shape, model, e = run.context(layer), run.model.of_layer(run.kind(layer)), run.element
     q = model.n_heads * model.head_size // run.tp
     kv = 2 * model.local_kv_heads(run.tp) * model.head_size
     if shape.gathers:  # of all ranks' tokens: zeros, their reduction by block, and its order
@@ -285,6 +285,21 @@ def context_gradients(run: Resolved, layer: int) -> float:
     else:  # only all-to-alls, of gradients, queries, keys, values and outputs
         width = 4 * kv + (8 + 5 * e) * q + e * kv
     return float(width * run.tokens)
+
+
+def unfused_scores(run: Resolved, layer: int) -> float:
+    """Return the bytes of a layer's scores in the backward of attention without a fused kernel.
+
+    Of the kernels that return a log-sum-exp, only `math` supports heads wider than WIDEST_FLASH. It
+    has four float32 tensors of scores, by a rank's queries and the keys of a block.
+    """
+    if not run.unfused(layer):
+        return 0.0
+    train, shape = run.config.train, run.context(layer)
+    # A ring has the keys of one block of ranks at a time; packed sequences are one to the kernel.
+    keys = train.seq_len // (shape.outer if shape.rings else 1)
+    keys *= train.micro_batch if run.config.data.mask_documents else 1
+    return 4.0 * 4 * (run.model.n_heads // run.tp) * run.tokens * keys
 
 
 def boundary(run: Resolved) -> float:

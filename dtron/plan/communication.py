@@ -192,17 +192,19 @@ def _tensor(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
         """Yield the collectives that gather inputs and reduce outputs in forward and backward.
 
         Those of the backward mirror those of the forward. `again`: number of layers whose backward
-        recomputes all matmuls except the last, whose result no gradient needs.
+        recomputes all matmuls, except the last if no gradient needs its result.
         """
         times = len(layers)
         widths_in, widths_out = _widths(run, kind)
         size_in, size_out = (_share_gathered(run, layers, names) for names in _ends(kind))
-        # Attention's output; with experts, which are combined after them, also shared experts'.
-        repeated = widths_out if kind.experts else widths_out[:1] if kind.mixer and kind.ffn else []
+        # Attention's output; also that of a feed-forward layer which a post-norm or scalar reads,
+        # and with experts, which are combined after them, that of shared experts.
+        chunks = run.ffn_chunks(layers[0])  # the last input and output are the feed-forward's
+        last = kind.experts or (chunks == 1 and _reads_last(model))
+        repeated = widths_out if last else widths_out[:1] if kind.mixer and kind.ffn else []
         if not split:
             yield made("all_reduce", model.dim, times * 2 * len(widths_out) + again * len(repeated))
             return
-        chunks = run.ffn_chunks(layers[0])  # the last input and output are the feed-forward's
         again_in_chunks = _again_in_chunks(run, again)
         for place, width in enumerate(widths_in, 1 - len(widths_in)):
             n = 1 if place else chunks
@@ -262,13 +264,18 @@ def _encoder(run: Resolved, encoder: Resolved, domain: int) -> Iterator[Collecti
 def _again_in_chunks(run: Resolved, blocks: int) -> int:
     """Return how many feed-forwards of a chunk the recomputation of `blocks` blocks computes.
 
-    It stops before the last chunk, which is computed by its own recomputation only. A compiled
-    backward computes each chunk once for both.
+    It stops before the last chunk, which is computed by its own recomputation only, unless the
+    block reads the last one's output. A compiled backward computes each chunk once for both.
     """
     config, chunks = run.config, run.config.recompute.ffn_chunks
     if config.compile.enable:
         return blocks * chunks if config.recompute.mode == "full" and chunks > 1 else 0
-    return blocks * (chunks - 1)
+    return blocks * (chunks if _reads_last(run.model) else chunks - 1)
+
+
+def _reads_last(model: DecoderConfig) -> bool:
+    """Whether a block's backward reads the output of its feed-forward layer, recomputed."""
+    return model.sandwich_norms or model.layer_scalars
 
 
 def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
@@ -276,17 +283,21 @@ def _shared_heads(run: Resolved, stage: Stage, domain: int) -> Iterator[Collecti
 
     Also yield the reduce-scatters of the gradients of these heads.
     """
-    n_heads = run.model.n_kv_heads
-    if run.model.kv_lora_rank or run.tp <= n_heads:
-        return
-    ranks = run.tp // n_heads
-    axis = "tp" if n_heads == 1 else "tp_inner"
-    size = float(run.model.head_size * run.tokens * run.element)
-    layers = [i for i in stage.layers if run.kind(i).mixer == "attention"]
-    again = sum(run.recomputes(i, "attn") for i in layers)
-    for kind, times in (("all_gather", again), ("reduce_scatter", 0)):
-        count = 2 * (len(layers) + times) * run.micro_batches
-        yield Collective(axis, kind, size, count, "tp", ranks, min(ranks, domain))
+    of_kind: dict[LayerKind, list[int]] = {}
+    for layer in stage.layers:
+        of_kind.setdefault(run.kind(layer), []).append(layer)
+    for kind, layers in of_kind.items():
+        model = run.model.of_layer(kind)
+        n_heads = model.n_kv_heads
+        if kind.mixer != "attention" or model.kv_lora_rank or run.tp <= n_heads:
+            continue
+        ranks = run.tp // n_heads
+        axis = "tp" if n_heads == 1 else "tp_inner"
+        size = float(model.head_size * run.tokens * run.element)
+        again = sum(run.recomputes(i, "attn") for i in layers)
+        for name, times in (("all_gather", again), ("reduce_scatter", 0)):
+            count = (len(layers) + times) * run.micro_batches * (1 if model.keys_as_values else 2)
+            yield Collective(axis, name, size, count, "tp", ranks, min(ranks, domain))
 
 
 def _adapters(run: Resolved, stage: Stage, repeats: bool) -> Iterator[tuple[str, float, float]]:
@@ -353,10 +364,11 @@ def _context(run: Resolved, stage: Stage, domain: int) -> Iterator[Collective]:
     """
     cp = run.degrees["cp"]
     ranks, inside = group(run, ("cp",), domain)
-    model, m = run.model, run.micro_batches
-    kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
-    q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
+    m = run.micro_batches
     for layer in stage.layers:
+        model = run.model.of_layer(run.kind(layer))
+        kv = 2 * model.local_kv_heads(run.tp) * model.head_size * run.tokens
+        q = 2 * model.n_heads * model.head_size // run.tp * run.tokens
         if (mixer := run.kind(layer).mixer) != "attention":
             again = int(run.recomputes(layer, mixer))
             for width in _exchanged(model, mixer):

@@ -25,6 +25,10 @@ AGAIN = {"selective": 0.2, "attention": 0.23, "full": FORWARD}
 """Bytes that recomputation adds to a compiled backward, as a fraction of the bytes of PASSES, by
 mode. Mode `full` calls the forward's graph once more. Other modes add less, since the kernels that
 use recomputed values also compute them."""
+UNFUSED_MOVES = 8
+"""Reads and writes of the scores in the elementwise kernels of `math`, in forward or backward."""
+FLOAT32 = 67 / 989
+"""Rate of float32 matmuls as a fraction of that of bfloat16, by an H100's data sheet."""
 CAST, CAST_WEIGHT, TURN_WEIGHT = 6, 8, 2
 """Bytes that float8 casts move per element: CAST for an input or gradient, CAST_WEIGHT for a
 weight, TURN_WEIGHT for a weight that FSDP gathers in float8. A tensor is read for its largest
@@ -139,16 +143,18 @@ def attention_flops(run: Resolved, layer: int) -> float:
         return 2.0 * model.n_heads * model.head_size // run.tp * pairs * run.tokens * length
     window = run.window(layer)
     seen = min(length, 2 * window) if window else length * (1 if model.causal else 2)
-    widths = model.n_heads * (model.head_size + value_width(run)) // run.tp
+    widths = model.n_heads * sum(head_widths(run, kind)) // run.tp
     return float(widths) * run.tokens * seen
 
 
-def value_width(run: Resolved) -> int:
-    """Width of a head's values in the attention kernel.
+def head_widths(run: Resolved, kind: LayerKind) -> tuple[int, int]:
+    """Return the widths of a head's keys and values in the attention kernel of a layer.
 
     Context parallelism pads values to the width of keys.
     """
-    return run.model.head_size if run.degrees["cp"] > 1 else run.model.v_head_size
+    model = run.model.of_layer(kind)
+    keys = model.head_size
+    return keys, keys if run.degrees["cp"] > 1 else model.v_head_size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -210,14 +216,30 @@ def _attention(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     """Return the seconds of a layer's attention, or of its recurrent states."""
     model, mixer, flops = run.model, run.kind(index).mixer, attention_flops(run, index)
     widths = {
-        "attention": (model.head_size, value_width(run)),
+        "attention": head_widths(run, run.kind(index)),
         "delta": (model.delta_key_dim, model.delta_value_dim),
         "mamba": (model.mamba_state_dim, model.mamba_head_dim),
     }
     if not mixer:
         return Seconds(0.0, 0.0, 0.0)
+    if run.unfused(index):
+        return _unfused(run, index, hardware)
     forward = hardware.attend(flops, False, *widths[mixer])
     return Seconds(forward, hardware.attend(2 * flops, True, *widths[mixer]), 0.0)
+
+
+def _unfused(run: Resolved, index: int, hardware: Hardware) -> Seconds:
+    """Return the seconds of a layer's attention in float32, over all scores, without a kernel.
+
+    The forward has two matmuls and the backward five; each scores tensor is moved by
+    UNFUSED_MOVES elementwise kernels in each.
+    """
+    model = run.model.of_layer(run.kind(index))
+    keys, heads = run.config.train.seq_len, model.n_heads // run.tp
+    flops = 2.0 * heads * run.tokens * keys * model.head_size
+    moved = UNFUSED_MOVES * 4.0 * heads * run.tokens * keys / hardware.copy
+    rate = hardware.ceiling * FLOAT32
+    return Seconds(2 * flops / rate + moved, 5 * flops / rate + moved, 0.0)
 
 
 def _again_in_chunks(
@@ -298,7 +320,7 @@ def repeated(run: Resolved, index: int) -> list[ShardedMatmul]:
     whole = options.recompute.mode == "full" if options.compile.enable else mixture
     name = "shared" if mixture else "ffn" if kind.ffn else _output(kind)
     places = [place for place, p in enumerate(listed) if p.module == name]
-    if whole or not places or run.model.sandwich_norms:
+    if whole or not places or run.model.sandwich_norms or run.model.layer_scalars:
         return listed
     return listed[: places[-1]] + listed[places[-1] + 1 :]
 

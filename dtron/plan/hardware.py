@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from dtron.config.schema import MAX_RANKS
 from dtron.errors import ConfigError, cause_of, config_error, nearest
 from dtron.io.untrusted import TOML_BYTES, parse, parse_toml, read_text
+from dtron.models.attention import WIDEST_FLASH
 
 _TILE = (128, 256)
 FILES = (".toml", ".json")
@@ -117,6 +118,9 @@ class Hardware:
     """Fractions of attention's rates that heads wider than 128 reach in both forward and backward:
     (values narrower than keys, equal widths). From an H200 with cuDNN (benchmarks/RESULTS.md): keys
     of 192 with values of 128; the mean of 192 with padded values and of 256."""
+    widest: Fraction = 0.15
+    """Fraction of attention's rates that heads wider than 256 reach, by torch's memory-efficient
+    kernel or FlexAttention; an estimate, not measured."""
     kinds: tuple[tuple[str, Fraction], ...] = ()
     """Fraction of `nvlink` that collectives reach, by kind; kinds not listed reach all of it."""
     issue: Seconds = 50e-6
@@ -164,6 +168,7 @@ class Hardware:
             values: width of a head's values in the kernel, after padding.
         """
         share = self.narrow if width < 128 else 1.0 if width == 128 else self.wide[values == width]
+        share = self.widest if width > WIDEST_FLASH else share
         return flops / (self.attention[backward] * share) + self.launch
 
     def left(self, work: str, collective: str) -> tuple[float, float]:

@@ -205,16 +205,17 @@ def _context(run: Resolved) -> float:
     """Bytes of context parallelism's buffers for keys and values."""
     if run.degrees["cp"] == 1:
         return 0.0
-    width = 2 * run.model.local_kv_heads(run.tp) * run.model.head_size
+    models = {kind: run.model.of_layer(kind) for kind in set(run.model.layer_kinds)}
 
     def held(layer: int) -> float:
-        shape = run.context(layer)
+        shape, model = run.context(layer), models[run.kind(layer)]
+        width = 2 * model.local_kv_heads(run.tp) * model.head_size
         if run.exchanges_halos(layer):
-            return run.tokens + run.halo(layer) / shape.inner
-        return run.tokens * (run.degrees["cp"] if shape.gathers else 2)
+            return width * (run.tokens + run.halo(layer) / shape.inner)
+        return width * run.tokens * (run.degrees["cp"] if shape.gathers else 2)
 
-    tokens = max(held(layer) for layer in range(run.model.n_layers + run.model.mtp))
-    return float(width * tokens * run.element)
+    most = max(held(layer) for layer in range(run.model.n_layers + run.model.mtp))
+    return float(most * run.element)
 
 
 def _all_buffers(run: Resolved, rank: int) -> float:

@@ -185,11 +185,12 @@ def _smallest(model: DecoderConfig) -> DecoderConfig:
     if model.encoder_layers:
         encoder = min(model.encoder_layers, 2)
         return model.model_copy(update={"encoder_layers": encoder, "n_layers": encoder + 1})
-    period = 2 if model.delta_key_heads else 1
+    differ = bool(model.delta_key_heads) or model.full_layers_differ
+    period = 2 if differ else 1
     dense, mixture = min(model.n_dense_layers, period), min(model.n_expert_layers, period)
     first = dense if model.n_experts else 0
     layers = {"n_layers": dense + mixture, "first_dense_layers": first}
-    if model.delta_key_heads:
+    if differ:
         layers["full_attention_every"] = 2
     if model.vision_layers:
         layers["vision_layers"] = 1

@@ -733,6 +733,8 @@ def _block(run: Resolved, layer: int) -> tuple[list[int], list[int], int]:
         # is freed, and the gradient of the block's input is not allocated.
         others = 3 * widest + 2 * activations.boundary(run)
         again.append(max(0, int(activations.context_gradients(run, layer) - others)))
+    if scores := int(activations.unfused_scores(run, layer)):
+        again.append(scores)
     return list(kept.elements()), again, widest
 
 

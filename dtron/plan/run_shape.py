@@ -11,6 +11,7 @@ from dtron.config.setting_rules import Candidate
 from dtron.errors import ConfigError
 from dtron.lora.adapters import adapters, flops_model
 from dtron.models import model_config, model_spec
+from dtron.models.attention import WIDEST_FLASH, modifies_scores
 from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.flops import attended_by_layers, flops_per_token, images_that_fit
 from dtron.models.moe import capacity
@@ -297,6 +298,17 @@ class Resolved(Candidate):
         methods = parallel.cp_methods()
         return layout_of(methods[layer % len(methods)], self.degrees["cp"], parallel.cp_inner)
 
+    def unfused(self, layer: int) -> bool:
+        """Whether a layer's attention has no fused kernel on GPUs.
+
+        No fused kernel that returns a log-sum-exp, which context parallelism, windows, soft caps
+        and sinks need, supports heads wider than WIDEST_FLASH.
+        """
+        kind = self.kind(layer)
+        model = self.model.of_layer(kind)
+        needed = self.degrees["cp"] > 1 or modifies_scores(model)
+        return kind.mixer == "attention" and needed and model.head_size > WIDEST_FLASH
+
     def exchanges_halos(self, layer: int) -> bool:
         """Whether ring attention has a sliding window, so that ranks exchange halos of keys."""
         return self.context(layer).rings and 0 < self.window(layer) < self.config.train.seq_len
@@ -369,7 +381,7 @@ class Resolved(Candidate):
 
         Windows count as in training, by the keys that queries see.
         """
-        length = attended_by_layers(self.config.train.seq_len, self.model.windows)
+        length = attended_by_layers(self.config.train.seq_len, self.model)
         sizes = flops_model(self.config, self.model_of(self.config))
         seq_len = self.config.train.seq_len
         images = images_that_fit(self.model, seq_len) / seq_len

@@ -21,6 +21,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dtron.models.attention import WIDEST_FLASH
 from dtron.models.config import DecoderConfig, LayerKind
 from dtron.models.layers import ACTIVATIONS
 from dtron.models.matmuls import layer_matmuls
@@ -59,21 +60,26 @@ class SavedTensor:
     """Whether the tensor is float8, 1 byte per element."""
     encoded: bool = False
     """Whether it is of an encoder's tokens, in a layer of the decoder."""
+    heads: int = 1
+    """Number of key/value heads, of a tensor that is split over them."""
 
 
 @functools.lru_cache(maxsize=64)
-def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[SavedTensor, ...]:
+def block(
+    model: DecoderConfig, kind: LayerKind, padded: bool = True, expanded: bool = False
+) -> tuple[SavedTensor, ...]:
     """List the tensors that a block of the given kind saves.
 
     Args:
         padded: whether latent attention's values are padded to the width of keys, as context
             parallelism and some kernels need.
+        expanded: whether the kernel of wide heads needs keys and values of each query head.
     """
     rows = [SavedTensor("input", model.dim, "tokens", ALL)]
     if kind.mixer:
         rows += _norm_rows(model, f"{kind.mixer.replace('attention', 'attn')}_norm")
         rows += _merge(model) if kind.mtp else []
-        rows += _mixer(model, kind, padded)
+        rows += _mixer(model.of_layer(kind), kind, padded, expanded)
     if not kind.ffn:
         return tuple(rows)
     if kind.mixer:
@@ -95,19 +101,25 @@ def block(model: DecoderConfig, kind: LayerKind, padded: bool = True) -> tuple[S
             SavedTensor("ffn_post_norm", model.dim, "tokens"),
             SavedTensor("ffn_post_norm", model.dim, "none", (SELECTIVE,)),
         ]
+    if model.layer_scalars:
+        rows.append(SavedTensor("scale", model.dim, "tokens"))
     if kind.normed:  # the input of the encoder's last norm
         rows += [*_statistics(model, "norm", 1, "tokens"), SavedTensor("norm", model.dim, "tokens")]
         rows.append(SavedTensor("norm", model.dim, "none", (SELECTIVE,)))
     return tuple(rows)
 
 
-def _mixer(model: DecoderConfig, kind: LayerKind, padded: bool) -> list[SavedTensor]:
+def _mixer(
+    model: DecoderConfig, kind: LayerKind, padded: bool, expanded: bool
+) -> list[SavedTensor]:
     """Return the tensors of what mixes tokens, up to the input of wo."""
     if kind.mixer == "delta":
         return _gated_delta_net(model)
     if kind.mixer == "mamba":
         return _mamba(model)
-    return _latent(model, padded) if model.kv_lora_rank else _attention(model)
+    if model.kv_lora_rank:
+        return _latent(model, padded)
+    return _attention(model, expanded and model.head_size > WIDEST_FLASH)
 
 
 ENCODED = "encoded"
@@ -176,13 +188,33 @@ def _attended(model: DecoderConfig, width: int, read: bool = True) -> list[Saved
     ]
 
 
-def _attention(model: DecoderConfig) -> list[SavedTensor]:
-    q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+def _attention(model: DecoderConfig, expanded: bool) -> list[SavedTensor]:
+    size, heads = model.head_size, model.n_kv_heads
+    q, kv = model.n_heads * size, heads * size
     rows = [SavedTensor("wq", q, "neurons", PRODUCT), *_shared(model, "wk", kv)]
+    read = ["wk", "wv"]  # modules of the keys and values that attention reads
+    if not model.keys_as_values:
+        rows += _shared(model, "wv", kv)
     if model.qk_norm:
-        rows += [SavedTensor("q_norm", q, "neurons"), SavedTensor("k_norm", kv, "heads")]
-        rows += _statistics(model, "q_norm", model.n_heads + model.n_kv_heads, "neurons")
-    rows += [*_shared(model, "wv", kv), *_attended(model, q, read=not model.output_gate)]
+        read[0] = "k_norm"
+        rows.append(SavedTensor("q_norm", q, "neurons"))
+        rows.append(SavedTensor("k_norm", kv, "heads", heads=heads))
+        rows += _statistics(model, "q_norm", model.n_heads + heads, "neurons")
+    if model.value_norm:
+        read[1] = "v_norm"
+        rows.append(SavedTensor("v_norm", kv, "heads", heads=heads))
+        # A compiled block computes the statistics of equal keys and values once.
+        eager = True if model.keys_as_values and model.qk_norm else None
+        found = _statistics(model, "v_norm", heads, "neurons")
+        rows += [replace(row, eager=eager) for row in found]
+    if expanded:
+        rows = [
+            replace(row, width=q, split="neurons")
+            if row.module in read and row.split == "heads"
+            else row
+            for row in rows
+        ]
+    rows += _attended(model, q, read=not model.output_gate)
     if model.output_gate:
         rows += [
             SavedTensor("wg", q, "neurons", PRODUCT),
@@ -244,7 +276,7 @@ def _shared(model: DecoderConfig, module: str, width: int) -> list[SavedTensor]:
     backward gathers the heads again.
     """
     return [
-        SavedTensor(module, width, "heads"),
+        SavedTensor(module, width, "heads", heads=model.n_kv_heads),
         SavedTensor(module, width, "neurons", (SELECTIVE,)),
     ]
 
@@ -343,7 +375,7 @@ _RECURRENT = {
 }
 """{name of a recurrent module: modules of its rows}."""
 _ATTENTION = {
-    *("wq", "wk", "wv", "wg", "q_norm", "k_norm", "attention"),
+    *("wq", "wk", "wv", "wg", "q_norm", "k_norm", "v_norm", "attention"),
     *("wq_a", "q_a_norm", "wkv_a", "kv_a_norm", "wkv_b", "k", "v"),
 }
 

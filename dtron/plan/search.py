@@ -357,8 +357,9 @@ def _choices(
 ) -> Iterator[dict[str, Any]]:
     batch, own = config.train.global_batch, config.float8.recipe
     for tp, cp in itertools.product(_divisors(world, 8), _divisors(world, 8)):
-        shared = tp % model.n_kv_heads == 0  # ranks share key/value heads
-        if (model.n_kv_heads % tp and not shared) or (cp > 1 and config.train.seq_len < 8192):
+        # Ranks may share key/value heads.
+        heads = [each.n_kv_heads for each in model.attention_configs]
+        if any(n % tp and tp % n for n in heads) or (cp > 1 and config.train.seq_len < 8192):
             continue
         for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0, model.n_layers + 2):
             shards = world // (tp * cp * pp)

@@ -6,7 +6,7 @@ MACHINE. Passes repeat some of these checks, for users of the plug-in."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -249,6 +249,7 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
     """Yield an error for each of tp, ep and etp that does not divide a size of the model."""
     model, parallel, ranks = run.model, run.parallel, run.world_size
     heads = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
+    heads |= {"global_kv_heads": model.global_kv_heads} if model.global_kv_heads else {}
     heads |= {key: getattr(model, key) for key in _GROUPS if getattr(model, key)}
     if model.vision_layers and parallel.encoder_tp > 1:
         heads |= {"vision_heads": model.vision_heads, "vision_ffn_dim": model.vision_ffn_dim}
@@ -265,11 +266,21 @@ def _undivided(run: ModelCandidate) -> Iterator[str]:
                 every = range(1, most + 1)
                 legal = [n for n in every if all(_splits(run, k, v, n) for k, v in sizes.items())]
                 reason = f"does not divide model.{key} = {size}; use"
-                if key == "n_kv_heads" and _shares_heads(run):
-                    reason = f"neither divides model.n_kv_heads = {size} nor splits each head of "
-                    reason += f"{model.head_size} features evenly; use"
+                if key in _KV_HEADS and _shares_heads(run):
+                    width = _KV_HEADS[key](model)
+                    reason = f"neither divides model.{key} = {size} nor splits each head of "
+                    reason += f"{width} features evenly; use"
                 yield f"parallel.{axis} = {degree} {reason} {', '.join(map(str, legal))}"
                 break
+
+
+_KV_HEADS: dict[str, Callable[[DecoderConfig], int]] = {
+    "n_kv_heads": lambda model: math.gcd(
+        *(c.head_size for c in model.attention_configs if c.n_kv_heads == model.n_kv_heads)
+    ),
+    "global_kv_heads": lambda model: model.full_rope.head_size,
+}
+"""{field: function that returns the width of these key and value heads}."""
 
 
 def _splits(run: ModelCandidate, key: str, size: int, degree: int) -> bool:
@@ -277,9 +288,9 @@ def _splits(run: ModelCandidate, key: str, size: int, degree: int) -> bool:
 
     Ranks that share a key/value head split its features.
     """
-    if size % degree == 0 or key != "n_kv_heads" or not _shares_heads(run):
+    if size % degree == 0 or key not in _KV_HEADS or not _shares_heads(run):
         return size % degree == 0
-    return degree % size == 0 and size * run.model.head_size % degree == 0
+    return degree % size == 0 and size * _KV_HEADS[key](run.model) % degree == 0
 
 
 def _shares_heads(run: ModelCandidate) -> bool:
@@ -422,7 +433,8 @@ def _heads_over_cp(run: ModelCandidate) -> Iterator[str]:
                 f"parallel.cp = {parallel.cp} does not divide the {groups} {what} on each rank; "
                 f"use {', '.join(map(str, legal))}"
             )
-    heads, shared = model.n_heads // tp, model.local_kv_heads(tp)
+    heads = model.n_heads // tp
+    shared = math.lcm(*(each.local_kv_heads(tp) for each in model.attention_configs))
     legal = [n for n in range(1, heads + 1) if heads % math.lcm(n, shared) == 0]
     for method in dict.fromkeys(parallel.cp_methods()):
         inner = layout_of(method, parallel.cp, parallel.cp_inner).inner

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtron.data import Batch, Loader
 from dtron.data.batch_hash import BITS, fingerprint
+from dtron.models.config import DecoderConfig
 from dtron.parallelisms.context.apply import Context
 from dtron.parallelisms.context.split import Split
 from dtron.parallelisms.mesh import BATCH_AXES, Mesh
@@ -66,7 +67,7 @@ class RankBatches(RankTokens):
         batches = self.loader.step()
         self._data_seconds += time.perf_counter() - begin
         self._steps += 1
-        attended = attended_length(batches, self.model.config.windows)
+        attended = attended_length(batches, self.model.config)
         images = sum(len(batch.images) for batch in batches if batch.images is not None)
         n_tokens = sum(batch.tokens.numel() for batch in batches)
         self._n_padding += sum(batch.padding for batch in batches)
@@ -143,24 +144,21 @@ def shard_batch(batch: Batch, mesh: Mesh, context: Context | None, mtp: int = 0)
     )
 
 
-def attended_length(batches: Sequence[Batch], windows: Sequence[int]) -> float:
+def attended_length(batches: Sequence[Batch], config: DecoderConfig) -> float:
     """Return the attended length for FLOP counts: 2 * (mean number of keys per query) - 1.
 
-    The mean is over layers and tokens. A causal query in a document of L tokens sees (L + 1) / 2
-    keys on average, so the result is L; for several documents it is sum(L^2) / sum(L). Sliding
-    windows reduce it.
-
-    Args:
-        windows: sliding window of each layer in tokens; 0: no window.
+    The mean is over layers, by the width of their heads, and tokens. A causal query in a document
+    of L tokens sees (L + 1) / 2 keys on average, so the result is L; for several documents it is
+    sum(L^2) / sum(L). Sliding windows reduce it.
     """
     # A token at position p sees p + 1 keys; the sum of 2 (p + 1) - 1 over p < L is L^2.
-    positions = [_positions(batch) for batch in batches]
+    positions, sizes = [_positions(batch) for batch in batches], config.head_sizes
     total = 0.0
-    for window, layers in Counter(windows).items():
+    for (window, size), layers in Counter(zip(config.windows, sizes, strict=True)).items():
         seen = [(p + 1).clamp(max=window) if window else p + 1 for p in positions]
         mean = sum((2 * keys.double() - 1).mean().item() for keys in seen) / len(batches)
-        total += mean * layers
-    return total / len(windows)
+        total += mean * layers * size
+    return total / sum(sizes)
 
 
 def _positions(batch: Batch) -> Tensor:

@@ -72,7 +72,7 @@ class RunInfo:
             "optimizer": config.optim.name,
             "parameters": n_parameters(setup.config),
             "adapters": self._adapters(),
-            "attention": setup.attention.name,
+            "attention": setup.attention.names,
             "packing": {"mode": config.data.packing, **(asdict(waste) if waste else {})},
             "recomputed_blocks": applied.recomputed_blocks,
             "compiled": list(applied.compiled),

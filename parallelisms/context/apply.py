@@ -19,8 +19,9 @@ class Context:
     """Settings of context-parallel attention.
 
     Args:
-        cores: pattern of the attention modules, which are called as (q, k, v, mask, sink). An
-            attribute `scoring` = (window, softcap, scale) of a module overrides these fields.
+        cores: pattern of the attention modules, which are called as (q, k, v, mask, sink). Their
+            attributes `scoring` = (window, softcap, scale) and `context_kernel` override these
+            fields, and `kernel`.
         methods: method of each module, in the model's order; or one method for all.
         inner: all-to-all ranks of the hierarchical method; 0: the largest proper divisor of cp.
         kernel: a name in KERNELS.
@@ -90,18 +91,18 @@ def apply_context(
         _check_kernel(KERNELS[context.kernel], shape, default)
     process_groups = {method: groups(shape.inner) for method, shape in layouts.items()}
     # Layers with equal settings share one object, since torch.compile makes a graph per object.
-    shared: dict[tuple[CpMethod, _Scoring], ContextAttention] = {}
+    shared: dict[tuple[CpMethod, _Scoring, str], ContextAttention] = {}
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
         settings: tuple[int, float, float] = getattr(core, "scoring", default)
-        scoring = _Scoring(*settings)
-        if (method, scoring) not in shared:
+        scoring, kernel = _Scoring(*settings), getattr(core, "context_kernel", context.kernel)
+        key = method, scoring, kernel
+        if key not in shared:
             shape = layouts[method]
-            _check_kernel(KERNELS[context.kernel], shape, scoring)
-            shared[method, scoring] = ContextAttention(
-                method, shape, *process_groups[method], context.kernel, *scoring
-            )
-        core.forward = shared[method, scoring]  # type: ignore[method-assign]
+            _check_kernel(KERNELS[kernel], shape, scoring)
+            groups_of = process_groups[method]
+            shared[key] = ContextAttention(method, shape, *groups_of, kernel, *scoring)
+        core.forward = shared[key]  # type: ignore[method-assign]
 
 
 class _Scoring(NamedTuple):

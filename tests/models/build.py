@@ -37,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"n_kv_heads": 1},
     "qwen3_5": {"n_kv_heads": 2, **DELTA},
     "gemma3": {"n_kv_heads": 2, "window": 7, "full_attention_every": 2},
+    "gemma4": {
+        **{"n_kv_heads": 2, "global_kv_heads": 1, "global_head_dim": 32},
+        **{"window": 7, "full_attention_every": 2},
+    },
     "gpt": {"n_kv_heads": 4},
     "bert": {"n_kv_heads": 4},
     "t5": {"n_kv_heads": 4, "encoder_layers": 1},

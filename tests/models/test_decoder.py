@@ -19,7 +19,7 @@ from tests.models.build import initialized, small_config, tokens, varied
 OTHERS = ("llava", "t5")
 """Families that read more than tokens: test_vision.py, test_encoder_decoder.py."""
 NAMES = [name for name in MODELS if name not in OTHERS]
-DENSE = ("llama", "qwen3", "qwen3_5", "gemma3", "gpt", "bert")
+DENSE = ("llama", "qwen3", "qwen3_5", "gemma3", "gemma4", "gpt", "bert")
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 
 
@@ -60,22 +60,25 @@ def test_names_are_fixed(name):
     assert ("blocks.0.mamba.core.dt_bias" in fqns) == (name == "nemotron_h")
     mixture = {f"blocks.1.ffn.{w}" for w in ("router.weight", "experts.up", "experts.down")}
     attention = 2 if name == "nemotron_h" else 1
-    assert fqns >= {f"blocks.{attention}.attn.{w}.weight" for w in projections}
+    keys_as_values = {"blocks.1.attn.wv.weight"} if name == "gemma4" else set()
+    assert not fqns & keys_as_values
+    assert ("blocks.1.scale.gamma" in fqns) == (name == "gemma4")
+    assert fqns >= {f"blocks.{attention}.attn.{w}.weight" for w in projections} - keys_as_values
     assert fqns >= {"embed.weight", "norm.weight"}
     assert ("blocks.0.ffn.down.weight" in fqns) == (name in (*DENSE, "deepseek_v3"))
     assert fqns >= mixture if name not in DENSE else not fqns & mixture
     assert ("blocks.0.ffn.gate.weight" in fqns) == (
-        name in ("llama", "qwen3", "qwen3_5", "gemma3", "deepseek_v3")
+        name in ("llama", "qwen3", "qwen3_5", "gemma3", "gemma4", "deepseek_v3")
     )
-    assert ("blocks.1.attn.q_norm.weight" in fqns) == (name.startswith(("qwen3", "gemma3")))
-    assert ("blocks.1.ffn_post_norm.weight" in fqns) == (name == "gemma3")
+    assert ("blocks.1.attn.q_norm.weight" in fqns) == (name.startswith(("qwen3", "gemma")))
+    assert ("blocks.1.ffn_post_norm.weight" in fqns) == name.startswith("gemma")
     assert ("blocks.0.delta.w_qkv.weight" in fqns) == name.startswith("qwen3_5")
     assert ("blocks.1.ffn.shared.up.weight" in fqns) == (
         name in ("deepseek_v3", "qwen3_5_moe", "nemotron_h")
     )
     assert ("blocks.1.ffn.experts.down_bias" in fqns) == (name == "gpt_oss")
     assert ("position_embed.weight" in fqns) == (name in ("gpt", "bert"))
-    tied = ("gpt", "bert", "qwen3", "qwen3_5", "gemma3")
+    tied = ("gpt", "bert", "qwen3", "qwen3_5", "gemma3", "gemma4")
     assert ("head.weight" in fqns) == (name not in tied)
     of_bert = {"type_embed.weight", "embed_norm.bias", "transform.dense.weight", "head.bias"}
     assert fqns >= of_bert if name == "bert" else not fqns & of_bert
@@ -164,7 +167,7 @@ def test_initialisation_by_name(name):
 @pytest.mark.parametrize("cut", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_chained_equal_the_whole(name, cut):
-    dropout = {"dropout": 0.2} if name in ("gpt_oss", "gemma3") else DROPOUT
+    dropout = {"dropout": 0.2} if name in ("gpt_oss", "gemma3", "gemma4") else DROPOUT
     config = small_config(name, n_layers=4, **dropout)
     whole = varied(initialized(name, config))
     layers = [f"blocks.{layer}" for layer in range(4)]
@@ -184,7 +187,7 @@ def test_stages_chained_equal_the_whole(name, cut):
     torch.testing.assert_close(last(hidden, **inputs), whole(x, **inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "deepseek_v3"])
 def test_stages_without_the_mtp_block_skip_its_place(name):
     config = small_config(name, n_layers=2, mtp=1)
     whole = varied(initialized(name, config))
@@ -288,7 +291,7 @@ def test_blocks_compile_with_grouped_products(name):
         assert (found[fqn].float() - tensor.float()).norm() < 0.02 * scale, fqn
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5", "gemma3", "gemma4"])
 def test_kinds_of_blocks_compile_once_each(name):
     model = varied(initialized(name, small_config(name, n_layers=6), BACKENDS["sdpa"]))
     counter = compiled_blocks(model)

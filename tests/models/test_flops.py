@@ -18,6 +18,7 @@ from dtron.models.flops import (
 )
 from dtron.plan.report import parameters
 from dtron.training.batches import attended_length
+from tests.models.build import small_config
 
 SIZES = [(name, size) for name, spec in MODELS.items() for size in spec.sizes]
 
@@ -153,12 +154,19 @@ def test_peak(device, peak):
 def test_windows_of_a_part_of_the_layers_are_counted():
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64), None, None)
-    assert attended_length([batch], (0, 0)) == 8
     windowed = (1 + 7 * 3) / 8  # 2 p + 1 pairs of a token that sees p before it
-    assert attended_length([batch], (2,)) == windowed
-    assert attended_by_layers(8, (2,)) == windowed
-    assert attended_by_layers(8, (2, 0, 9)) == (windowed + 16) / 3
-    assert attended_length([batch, batch], (2, 0, 2, 0)) == (windowed + 8) / 2
+    for window, every, expected in ((2, 0, windowed), (2, 2, (windowed + 8) / 2), (9, 0, 8)):
+        config = small_config("gemma3", n_layers=4, window=window, full_attention_every=every)
+        assert attended_length([batch, batch], config) == expected
+        assert attended_by_layers(8, config) == expected
+    config = small_config("gemma4", window=2)  # heads of 16 and 32
+    assert attended_length([batch], config) == pytest.approx((windowed + 2 * 8) / 3)
+    assert attended_by_layers(8, config) == pytest.approx((windowed + 2 * 8) / 3)
+    sizes, heads = FlopsModel.of(config), config.n_heads
+    attention = 6 * heads * 2 * (16 * windowed + 32 * 8)
+    assert flops_per_token(sizes, attended_by_layers(8, config), "full") == pytest.approx(
+        6 * sizes.matmul_params + attention
+    )
 
 
 def test_active_parameters_of_a_mixture() -> None:

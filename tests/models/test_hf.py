@@ -32,6 +32,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 1000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN |= {"rope_theta": 500.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+SLOW = {"rope_type": "default", "rope_theta": 500.0}
+PROPORTIONAL: dict[str, Any] = {
+    "full_attention": {**LINEAR, "rope_type": "proportional", "partial_rotary_factor": 0.7},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 EXPERTS = {"num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
 LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 1}
@@ -51,6 +57,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {**SMALL, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7}
     | {"layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"query_pre_attn_scalar": 12, "pad_token_id": None},
+    "gemma4": {
+        **{**SMALL, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": None},
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+    },
     "gpt": GPT2,
     "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
     # intermediate_size, which no layer has, is as wide as the experts of a token
@@ -111,6 +123,25 @@ RANDOM: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("gemma3", "all windows", {"layer_types": ["sliding_attention"] * 4, "rope_theta": 500.0}),
     ("gemma3", "no windows", {"layer_types": ["full_attention"] * 4, "sliding_window": 4096}),
+    ("gemma4", "plain", {}),
+    (
+        "gemma4",
+        "own values",
+        {"attention_k_eq_v": False, "tie_word_embeddings": False, "global_head_dim": 8}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": SLOW}},
+    ),
+    (
+        "gemma4",
+        "by layer",
+        {"attention_k_eq_v": False, "rope_parameters": PROPORTIONAL}
+        | {"per_layer_config": {i: {"head_dim": 12, "num_key_value_heads": 1} for i in (1, 3)}},
+    ),
+    (
+        "gemma4",
+        "no windows",
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 512, "global_head_dim": 8}
+        | {"num_global_key_value_heads": None},
+    ),
     (
         "llama",
         "linear",
@@ -171,6 +202,7 @@ CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_5": "Qwen3_5",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
     "gpt": "GPT2",
     "bert": "Bert",
     "mixtral": "Mixtral",
@@ -187,19 +219,41 @@ HYBRIDS = [name for name in CLASSES if name.startswith("qwen3_5")]
 
 def reference(name: str, settings: dict[str, Any]) -> Any:
     """A random model of transformers; norms and biases are not 1 and 0."""
-    suffix = "TextConfig" if name.startswith(("qwen3_5", "gemma3")) else "Config"
+    suffix = "TextConfig" if name.startswith(("qwen3_5", "gemma")) else "Config"
     config = getattr(transformers, f"{CLASSES[name]}{suffix}")(**{**SHAPES[name], **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     kinds = {"gpt": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
     kind = kinds.get(name, f"{CLASSES[name]}ForCausalLM")
-    model = getattr(transformers, kind)(config)
+    model = with_trained_scalars(getattr(transformers, kind)(config))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer += 0.1 * torch.randn_like(buffer)
     return model.eval()
+
+
+def with_trained_scalars(model: Any) -> Any:
+    """Gemma 4 with its layers' scalars as parameters, for their gradients: they are buffers."""
+    for module in model.modules():
+        if (scalar := module._buffers.pop("layer_scalar", None)) is not None:
+            module.layer_scalar = nn.Parameter(scalar)
+    return model
+
+
+def outputs_of_scalars(model: Any) -> dict[str, Any]:
+    """{name of a layer's scalar: (output of the layer, with its gradient; scalar)}, once it ran."""
+    found: dict[str, Any] = {}
+
+    def keep(name: str, module: Any, inputs: Any, out: torch.Tensor) -> None:
+        out.retain_grad()
+        found[f"{name}.layer_scalar"] = out, module.layer_scalar
+
+    for name, module in model.named_modules():
+        if hasattr(module, "layer_scalar"):
+            module.register_forward_hook(partial(keep, name))
+    return found
 
 
 def assert_same_tensors(
@@ -223,7 +277,7 @@ def loaded(kind: Any, path: Path) -> Any:
     """What transformers makes of a folder, in which nothing is missing or left over."""
     model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
-    return model
+    return with_trained_scalars(model)
 
 
 def is_deepseek_v2(config: DecoderConfig) -> bool:
@@ -239,6 +293,7 @@ def test_logits_and_gradients_equal_those_of_transformers(
     delta_rule_by_token(monkeypatch, theirs)
     theirs.save_pretrained(tmp_path / "hf")
     ours = from_hf(tmp_path / "hf", attention="math")
+    scaled = outputs_of_scalars(theirs)
     x, direction = tokens(length=40), torch.randn(2, 40, 97)
     found, wanted = ours(x), theirs(x).logits
     assert (found - wanted).norm() / wanted.norm() < 1e-5
@@ -253,7 +308,11 @@ def test_logits_and_gradients_equal_those_of_transformers(
     expected = {key: p.grad for key, p in theirs.named_parameters()}
     assert written.keys() == expected.keys()
     for key, gradient in expected.items():
-        assert (written[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
+        size = gradient.norm()
+        if key in scaled:  # a sum of products that cancel: as exact as the norm of its terms
+            out, scalar = scaled[key]
+            size = (out.grad * out / scalar).norm()
+        assert (written[key] - gradient).norm() <= 1e-5 * size + 1e-6, key
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 32}
@@ -261,6 +320,8 @@ QWEN_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_
 MULTIMODAL = {
     **dict.fromkeys(HYBRIDS, QWEN_VISION),
     "gemma3": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+    "gemma4": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    | {"head_dim": 16},
 }
 
 
@@ -269,6 +330,7 @@ def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path: Path, name:
     """As transformers writes them: the config inside, tensors of vision besides, and no weights of
     the MTP layer that the config of a hybrid has."""
     text = {**SHAPES[name], **({"mtp_num_hidden_layers": 1} if name in HYBRIDS else {})}
+    text |= {"pad_token_id": 0} if name == "gemma4" else {}  # it replaces tokens of images
     kind = getattr(transformers, f"{CLASSES[name]}Config")
     config = kind(text_config=text, vision_config={**VISION, **MULTIMODAL[name]})
     theirs = getattr(transformers, f"{CLASSES[name]}ForConditionalGeneration")(config).eval()
@@ -443,10 +505,52 @@ def test_a_released_gemma_config_is_the_published_size() -> None:
     text = RELEASED_4B["text_config"]
     assert not differences(hf.read(text, "config.json"), model_config("gemma3", "4b"))
     assert (
-        hf.write(model_config("gemma3", "1b", {"n_layers": 4}))["layer_types"]
+        hf.write(model_config("gemma3", "1b", {"n_layers": 4, "full_attention_every": 0}))[
+            "layer_types"
+        ]
         == ["sliding_attention"] * 4
     )
 
+
+KINDS = ["sliding_attention", "full_attention"] * 2
+REFUSED_GEMMA4: list[tuple[dict[str, Any], str]] = [
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+    ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8 is not supported"),
+    ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
+    ({"enable_moe_block": True}, "enable_moe_block = True"),
+    ({"use_double_wide_mlp": True}, "use_double_wide_mlp = True"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ({"sliding_window": None, "layer_types": KINDS}, "sliding_window = None"),
+    ({"layer_types": KINDS[:3]}, "layer_types has 3 layers; num_hidden_layers = 4"),
+    (
+        {"layer_types": KINDS, "per_layer_config": {"1": {"head_dim": 16}}},
+        "per_layer_config differs between layers",
+    ),
+    (
+        {"per_layer_config": {"1": {"intermediate_size": 4}}},
+        "intermediate_size of per_layer_config",
+    ),
+    (
+        {"layer_types": KINDS, "rope_parameters": {"full_attention": LINEAR}},
+        "rope_theta of rope_parameters.sliding_attention is missing",
+    ),
+    (
+        {"layer_types": KINDS, "rope_parameters": {"full_attention": YARN, KINDS[0]: SLOW}},
+        "rope_type = 'yarn' of rope_parameters.full_attention",
+    ),
+    (
+        {"layer_types": KINDS, "rope_parameters": {"full_attention": LLAMA3, KINDS[0]: SLOW}},
+        "rope_type = 'llama3' of rope_parameters.full_attention",
+    ),
+    (
+        {"layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, LINEAR)},
+        "rope_parameters.sliding_attention scales frequencies",
+    ),
+    (
+        {"layer_types": KINDS, "rope_parameters": {**PROPORTIONAL, "rope_theta": 5.0}},
+        "rope_parameters.rope_theta is not supported",
+    ),
+]
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -502,6 +606,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         "rope_parameters has rope_theta, rope_type",
     ),
+    *(("gemma4", change, message) for change, message in REFUSED_GEMMA4),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
@@ -545,6 +650,14 @@ EXPORTS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"bias": True}, r"override\.bias = True"),
     ("gemma3", {"softcap": 30.0}, r"override\.softcap = 30\.0"),
     ("gemma3", {"sandwich_norms": False}, r"override\.sandwich_norms = False"),
+    ("gemma4", {"value_norm": False}, r"override\.value_norm = False"),
+    ("gemma4", {"layer_scalars": False}, r"override\.layer_scalars = False"),
+    ("gemma4", {"full_attention_every": 2, "n_layers": 3}, "does not divide n_layers = 3"),
+    (
+        "gemma4",
+        {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_global_fraction": 1.0},
+        "rope_type = 'yarn'",
+    ),
     ("gpt", {"n_kv_heads": 2}, r"override\.n_kv_heads = 2 \(it has 4\)"),
     ("gpt", {"positions": "rope"}, r"override\.positions = 'rope'"),
     ("gpt", {"head_dim": 32}, r"override\.head_dim = 32"),

@@ -206,6 +206,10 @@ WIDTHS: dict[str, Keys] = {
         **{**WIDE, "window": 20, "full_attention_every": 2, "rope_local_theta": 50.0},
         **{"query_pre_attn_scalar": 12, "logit_softcap": 3.0},
     },
+    "gemma4": {
+        **{**WIDE, "window": 20, "full_attention_every": 2, "rope_local_theta": 50.0},
+        **{"global_head_dim": 32, "global_kv_heads": 1, "logit_softcap": 3.0},
+    },
     "gpt": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "bert": {**WIDE, "n_kv_heads": 4, "max_seq_len": 64},
     "t5": {**WIDE, "n_kv_heads": 4, "encoder_layers": 2},

@@ -153,6 +153,12 @@ SIZES: dict[str, dict[str, Any]] = {
         **{**SMALL, "head_dim": 8, "query_pre_attn_scalar": 12, "logit_softcap": 3.0},
         **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
     },
+    "gemma4": {
+        **{**SMALL, "head_dim": 8, "global_head_dim": 12, "global_kv_heads": 1},
+        **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
+        # a small epsilon would leave float32's rounding alone of some gradients of scalars
+        **{"rope_global_fraction": 0.5, "logit_softcap": 3.0, "norm_eps": 0.3},
+    },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},
     "bert": {**SMALL, "vocab_size": 72, "n_kv_heads": 4, "max_seq_len": 16},
     "t5": {

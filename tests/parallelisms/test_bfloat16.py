@@ -25,7 +25,7 @@ ROWS: list[tuple[int, Keys, list[str]]] = [
     (2, {"dp_replicate": 2}, ["llama"]),
     (2, {"pp": 2, "schedule": "1F1B"}, ["gpt", "gpt_oss"]),
     (2, {"pp": 2, "schedule": V}, ["deepseek_v3"]),
-    (2, {"tp": 2}, ["llama", "mixtral", "deepseek_v3", "gpt_oss", "llava"]),
+    (2, {"tp": 2}, ["llama", "mixtral", "deepseek_v3", "gpt_oss", "llava", "gemma4"]),
     (2, {"tp": 2, "sequence_parallel": False}, ["gpt", "bert", "t5"]),
     (2, {"tp": 2, "accumulate_in_matmul": True}, ["gpt", "mixtral"]),
     (2, {"pp": 2, "schedule": V, "accumulate_in_matmul": True}, ["qwen3"]),

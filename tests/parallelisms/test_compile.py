@@ -17,7 +17,7 @@ from tests.parallelisms.parity import Batches, Case, float8, parallel_run, selec
 
 COMPILED = Compile(enable=True, backend="aot_eager")
 PULLED = Parallel(ep=2, dispatcher="symmetric_memory")
-KINDS = {"deepseek_v3": 2, "qwen3_5": 2, "nemotron_h": 4, "gemma3": 2}
+KINDS = {"deepseek_v3": 2, "qwen3_5": 2, "nemotron_h": 4, "gemma3": 2, "gemma4": 2}
 """Kinds of blocks of models that have several."""
 LAYOUTS = [
     Case("llama", 1),

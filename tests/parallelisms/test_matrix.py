@@ -39,6 +39,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "llama": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "qwen3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
     "gemma3": {"dim": 32, "n_heads": 8, "n_kv_heads": 4},
+    "gemma4": {"dim": 32, "n_heads": 8, "n_kv_heads": 4, "global_head_dim": 16},
     "gpt": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "bert": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
     "t5": {"dim": 32, "n_heads": 8, "n_kv_heads": 8},
@@ -47,7 +48,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
 HIERARCHICAL: dict[str, Any] = {"dispatcher": "hierarchical", "ep_inner": 2}
 # What the whole matrix has to give: how many pass, and how many each rule refuses.
 EXPECTED: dict[str, int] = {
-    "passed": 2890,
+    "passed": 3201,
     'recompute.mode = "selective" with compile.enable and parallel.ep x parallel.etp = 2: a partly'
     " recomputed block needs a graph without breaks, but this parallel.dispatcher breaks the graph,"
     " since the host reads how many tokens are sent; use parallel.dispatcher ="
@@ -61,28 +62,28 @@ EXPECTED: dict[str, int] = {
         for tp, n in ((2, 56), (4, 11), (8, 1))
     },
     "model.override.attention_dropout = 0.1 with parallel.cp = 4: no rank computes all"
-    " attention weights; use 0.0": 8,
+    " attention weights; use 0.0": 9,
     'parallel.cp_method = "hierarchical" needs a parallel.cp that is a product of two numbers,'
-    ' such as 4; 2 is not: use "ring" or "ulysses"': 126,
-    "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 8,
+    ' such as 4; 2 is not: use "ring" or "ulysses"': 142,
+    "parallel.cp = 4 cuts train.seq_len = 12 into 2 x cp chunks; use a multiple of 8 such as 8": 9,
     "model.override.vocab_size = 67 is padded for parallel.tp = 2 and then sharded by"
     " width, but the 4 ranks of dp_shard x cp do not divide model.dim = 34; use a"
-    " dp_shard x cp that does, or a vocab_size that tp divides": 7,
+    " dp_shard x cp that does, or a vocab_size that tp divides": 8,
     "parallel.pp x parallel.stages_per_rank = 16 stages, but a model of 5 layers "
-    "fills 1 to 7 (each layer, the embedding, the head)": 9,
+    "fills 1 to 7 (each layer, the embedding, the head)": 10,
     'parallel.reduce = "micro_batch" with parallel.zero = 1 would shard gradients, '
-    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 9,
+    "which is zero = 2; use parallel.zero = 2, or leave parallel.reduce out": 10,
     "parallel.sequence_parallel splits train.seq_len = 14 over parallel.tp = 4; use a"
-    " multiple of 4 such as 12, or parallel.sequence_parallel = false": 8,
+    " multiple of 4 such as 12, or parallel.sequence_parallel = false": 9,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 8 micro-"
     "batches: parallel.schedule = 'DualPipeV' takes at least 2 x parallel.pp micro-"
-    "batches (parallel.pp = 8); the nearest is 16": 9,
+    "batches (parallel.pp = 8); the nearest is 16": 10,
     "train.global_batch / (data-parallel ranks x train.micro_batch) = 9 micro-"
     "batches: parallel.schedule = 'Interleaved1F1B' takes a multiple of the number of "
     "rounds, max(1, micro-batches // parallel.pp) (parallel.pp = 4); the nearest is 8 "
-    "or 10": 9,
+    "or 10": 10,
     "train.global_batch = 16 is not a multiple of 8 data-parallel ranks x "
-    "train.micro_batch = 4; use 32": 9,
+    "train.micro_batch = 4; use 32": 10,
     "parallel.cp = 4 does not divide the 2 key heads of gated delta nets on each rank; use 1, 2": 8,
     "parallel.cp = 8 does not divide the 4 key heads of gated delta nets on each rank; use"
     " 1, 2, 4": 8,

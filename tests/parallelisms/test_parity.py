@@ -396,6 +396,10 @@ PATTERN_CASES = [
     Case("nemotron_h", 4, Parallel(pp=2, ep=2, schedule=V), packing="best_fit", documents=True),
 ]
 """Layers of Mamba-2, attention, feed-forward or experts alone."""
+NO_WINDOWS: dict[str, Any] = {
+    **{"window": 0, "full_attention_every": 0, "global_head_dim": 0, "global_kv_heads": 0},
+    "rope_local_theta": 0.0,
+}
 LOCAL_CASES = [
     Case("gemma3", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
     Case("gemma3", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
@@ -404,6 +408,15 @@ LOCAL_CASES = [
     Case("gemma3", 4, Parallel(tp=2, cp=2), compile=EAGER, documents=True),
     Case("gemma3", 4, Parallel(pp=2, tp=2, schedule=V), loss_chunks=2, documents=True),
     Case("gemma3", 2, override={"sinks": True, "softcap": 1.0, **SCALED_LINEARLY}),
+    Case("gemma4", 2, Parallel(cp=2), packing="best_fit", documents=True, dtype="float64"),
+    Case("gemma4", 4, HIERARCHICAL, SELECTIVE, documents=True, sequences=4),
+    Case("gemma4", 4, Parallel(tp=4), loss_chunks=3, documents=True, dtype="float64"),
+    Case("gemma4", 4, Parallel(tp=2, cp=2, cp_method="all_gather"), FULL, EAGER),
+    Case("gemma4", 4, Parallel(pp=2, tp=2, schedule=V), loss_chunks=2, documents=True),
+    Case("gemma4", 2, Parallel(tp=2, async_tp=True), override={**SCALED_LINEARLY, "mtp": 1}),
+    Case("gemma4", 2, Parallel(tp=2), lora=Lora(rank=4), override={"keys_as_values": False}),
+    Case("gemma4", 2, override={"softcap": 1.0, "sinks": True}, documents=True, compile=EAGER),
+    Case("gemma4", 2, Parallel(cp=2, cp_method="ulysses"), override=NO_WINDOWS, documents=True),
     Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **GEMMA}, sequences=4, steps=1),
 ]
 """Layers with a window and a rotary base of their own, post-norms, soft caps."""
@@ -781,6 +794,7 @@ PARTLY: dict[str, Any] = {
     "micro_batch": 2,
 }
 WIDE_HEADS, ONE = {"head_dim": 32}, {"n_kv_heads": 1}
+WIDE_GLOBAL = {"global_head_dim": 32}
 FLOAT8 = [
     # one scale a tensor: equal in every layout
     float8("tensorwise", 4, Parallel(dp_replicate=2), recompute=FULL, micro_batch=2, sequences=8),
@@ -793,6 +807,7 @@ FLOAT8 = [
     float8("rowwise", 2, Parallel(ep=2), "qwen3_5_moe", **HYBRID8, recompute=FULL),
     float8("tensorwise", 2, Parallel(tp=2), "nemotron_h", override=PATTERN8),
     float8("tensorwise", 2, Parallel(tp=2), "gemma3", override={"n_layers": 2}),
+    float8("tensorwise", 2, Parallel(tp=2), "gemma4", override={"n_layers": 2} | WIDE_GLOBAL),
     float8("tensorwise", 2, Parallel(tp=2), "t5", **SPANS8),
     float8("rowwise_with_gw_hp", 2, Parallel(zero=1, **IN_MATMUL)),
     # ranks that share key/value heads

@@ -26,7 +26,7 @@ from dtron.float8 import delayed, scales, weight_gradient
 from dtron.float8.all_gather import WeightGather, _WeightShard
 from dtron.float8.linear import Float8Linear, TokenwiseLinear
 from dtron.lora import dora
-from dtron.models import decoder, encoder_decoder, gated_delta_net, llava
+from dtron.models import attention, decoder, encoder_decoder, gated_delta_net, llava
 from dtron.models.recurrent import GroupedModule
 from dtron.parallelisms import apply, gradients, recompute
 from dtron.parallelisms.apply import Applied
@@ -709,6 +709,27 @@ def local_layers_at_the_global_base() -> None:
     decoder.Decoder._rope_tables = lambda self, positions: (tables(self, positions)[0],) * 2  # type: ignore
 
 
+def values_without_gradient() -> None:
+    """Keys that are also values get no gradient as values."""
+    heads = attention.Attention.heads
+
+    def detached(self: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, ...]:
+        q, k, v = heads(self, x, rope)
+        return q, k, v.detach() if self.wv is None else v
+
+    attention.Attention.heads = detached  # type: ignore
+
+
+def scalars_not_reduced() -> None:
+    """The scalar of a layer sees a part of the tokens; its gradient stays a part."""
+    reduce = apply.reduce_replicas
+
+    def others(parameters: Any, group: dist.ProcessGroup) -> None:
+        reduce([p for p in parameters if p.shape != (1,)], group)
+
+    apply.reduce_replicas = others
+
+
 def rows_read_before_they_arrive() -> None:
     """Rows of the second of two micro-batches at once are read without a wait."""
     issue, wait = exchanged.all_to_all, exchanged.wait_tensor
@@ -838,6 +859,7 @@ OWN_IMAGES = Case("llava", 2, Parallel(tp=2, sequence_parallel=False), sequences
 SPANS = Case("t5", 2, Parallel(pp=2, pp_layout="Ett|tttL"), sequences=2)
 MANY_IMAGES = Case("llava", 2, Parallel(pp=2), sequences=4)
 LOCAL = Case("gemma3", 2, Parallel(tp=2), sequences=2)
+GLOBAL = Case("gemma4", 2, Parallel(tp=2), sequences=2)
 BIASED = Case("deepseek_v3", 2, Parallel(ep=2), sequences=4, packing="pad")
 TOGETHER = Case("mixtral", 2, Parallel(ep=2, zero=1, overlap_micro_batches=True))
 EXPERTS = r"gradient blocks\.\d+\.ffn\.experts\..*"
@@ -846,6 +868,8 @@ BEFORE_RESULTS = r"gradient (?!blocks\.4\.ffn\.router|norm|head).*"
 BEFORE_ROUTER = r"gradient (?!blocks\.4\.ffn\.experts|norm|head).*"
 # What comes before the last keys and values; its queries, output and feed-forward come after.
 BEFORE_KEYS = r"gradient (embed\.weight|blocks\.(?!4\.(ffn|attn\.w[qo])).*)"
+# The last keys that are values are those of layer 3.
+BEFORE_VALUES = r"gradient (embed|blocks\.([0-2]\.|3\.(attn_norm|attn\.wk))).*"
 NORMS = r"gradient (blocks\.\d+\.(attn|ffn)_norm|norm)\.weight"
 OF_HEADS = rf"{NORMS}|gradient blocks\.\d+\.(delta\.(core|gated_norm)\..*|attn\.[qk]_norm\.weight)"
 WITH_POST_NORMS = rf"{NORMS}|gradient blocks\.\d+\.((attn|ffn)_post_norm|attn\.[qk]_norm)\.weight"
@@ -935,6 +959,9 @@ BUGS = [
     Bug(biases_of_first_heads, replace(SPANS, parallel=Parallel(tp=2)), ALSO_LOSS),
     Bug(local_layers_at_the_global_base, LOCAL, ALSO_LOSS),
     Bug(replicas_not_reduced, LOCAL, WITH_POST_NORMS),
+    Bug(values_without_gradient, GLOBAL, BEFORE_VALUES),
+    Bug(values_without_gradient, replace(GLOBAL, parallel=Parallel(cp=2)), BEFORE_VALUES),
+    Bug(scalars_not_reduced, GLOBAL, r"gradient blocks\.\d+\.scale\.gamma"),
     Bug(rows_read_before_they_arrive, TOGETHER, ALSO_LOSS),
     Bug(gradients_of_the_micro_batch_before, TOGETHER, r"gradient (?!blocks\.2\.|norm|head).*"),
     Bug(gradient_added_twice, TOGETHER, r"gradient embed\.weight"),

@@ -6,6 +6,7 @@ import fnmatch
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtron.config import Recompute, RunConfig
 from dtron.float8 import RECIPES, convert
 from dtron.float8.convert import fuse
-from dtron.models import MODELS, AttentionNeeds, build_model, choose_backend, model_config
+from dtron.models import (
+    BACKENDS,
+    MODELS,
+    AttentionNeeds,
+    build_model,
+    choose_backend,
+    model_config,
+)
 from dtron.models.config import LayerKind
 from dtron.models.layers import ACTIVATIONS
 from dtron.models.rope import rope_table
@@ -51,13 +59,16 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     config = model_config(name, "debug")
     needs = AttentionNeeds.of(config, "cpu", torch.bfloat16)
     backend = choose_backend("sdpa" if not config.window else "math", needs)
+    if backend.full is not None:  # fused, as on GPUs
+        backend = replace(backend, full=BACKENDS["sdpa"])
     torch.manual_seed(0)
     model = build_model(name, config, backend).to(torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.02)
     unit = model.get_submodule(f"blocks.{layer}")
     positions = torch.arange(T).unsqueeze(0)
-    rope = rope_table(config, positions) if config.positions == "rope" else None
+    of_layer = config.of_layer(config.layer_kinds[layer])
+    rope = rope_table(of_layer, positions) if config.positions == "rope" else None
     mask = model.backend.prepare(None, positions)  # type: ignore[union-attr, operator]
     x = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
     shared = [*model.parameters(), *([rope] if rope is not None else [])]
@@ -119,6 +130,7 @@ ROWS = [
     ("qwen3_5", 3, "none"),
     *[("qwen3_5_moe", 0, mode) for mode in ("none", "selective")],
     *[("gemma3", 0, mode) for mode in ("none", "selective", "attention")],
+    *[("gemma4", layer, mode) for layer in (0, 2) for mode in ("none", "selective", "attention")],
     *[("nemotron_h", 0, mode) for mode in ("none", "selective", "attention")],
     *[("nemotron_h", layer, "none") for layer in (1, 2, 3)],
     ("t5", 1, "none"),

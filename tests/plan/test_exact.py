@@ -49,6 +49,11 @@ LOCAL = (
     f"{DENSE} model.name=gemma3 model.size=1b model.override.full_attention_every=2 "
     "model.override.window=100 model.override.logit_softcap=30.0"
 )
+GLOBAL = (
+    f"{DENSE} model.name=gemma4 model.size=31b model.override.full_attention_every=2 "
+    "model.override.window=100 model.override.head_dim=64 model.override.global_head_dim=128 "
+    "model.override.global_kv_heads=2"
+)
 ENCODER = (
     f"{DENSE} model.name=bert model.size=110m model.override.n_kv_heads=8 "
     "model.override.max_seq_len=1024"
@@ -109,6 +114,9 @@ CASES = {
     "hybrid, ahead": (HYBRID, 4, "parallel.pp=2 parallel.tp=2 model.override.mtp=1"),
     "pattern": (PATTERN, 4, "parallel.cp=2 parallel.tp=2 parallel.ep=2 recompute.mode=full"),
     "post-norms": (LOCAL, 4, "parallel.tp=2 parallel.dp_shard=2"),
+    "post-norms, recomputed": (LOCAL, 4, "parallel.tp=2 parallel.cp=2 recompute.mode=full"),
+    "wide heads": (GLOBAL, 4, "parallel.tp=4 recompute.mode=attention"),
+    "wide heads over cp": (GLOBAL, 4, "parallel.tp=2 parallel.cp=2 recompute.mode=selective"),
     "images": (IMAGES, 4, "parallel.tp=2 parallel.zero=3 recompute.mode=full"),
     "images over cp": (IMAGES, 4, "parallel.cp=2 parallel.tp=2 parallel.sequence_parallel=false"),
     "encoder over tp": (
