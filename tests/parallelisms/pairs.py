@@ -2,8 +2,8 @@
 
     python -m tests.parallelisms.pairs
 
-chooses them and writes pairs.txt, a case a line: the names of its features. It takes minutes, and
-is needed when test_pairs.py says that a pair is missing.
+adds them to pairs.txt, a case a line: the names of its features. It is needed when test_pairs.py
+says that a pair is missing. A line whose features are refused by now is deleted by hand before.
 """
 
 import itertools
@@ -98,7 +98,9 @@ def cases() -> tuple[Case, ...]:
     found = []
     for line in LIST.read_text(encoding="utf-8").splitlines():
         case = case_of(line.split(", "))
-        assert case is not None, f"{line}: refused; run python -m tests.parallelisms.pairs"
+        assert case is not None, (
+            f"{line}: refused; delete it, run python -m tests.parallelisms.pairs"
+        )
         found.append(case)
     return tuple(found)
 
@@ -133,8 +135,8 @@ def _meetings(names: Collection[str]) -> set[tuple[str, str]]:
 if __name__ == "__main__":
     from tests.setup.combinations import cells
 
-    alone = cells(with_pairs=False)
-    legal = {pair for pair, (kind, _) in alone.items() if kind == "legal"}
-    sets = covering({pair for pair in legal if not ON_GPUS.intersection(pair)})
-    lines = [", ".join(name for name in BY_NAME if name in names) for names in sets]
-    LIST.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    missing = {pair for pair, (kind, _) in cells().items() if kind == "legal"}
+    sets = list(covering({pair for pair in missing if not ON_GPUS.intersection(pair)}))
+    with LIST.open("a", encoding="utf-8") as file:
+        for names in sets:
+            file.write(", ".join(name for name in BY_NAME if name in names) + "\n")

@@ -174,7 +174,7 @@ def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
     return ModelCandidate(RunConfig.of(sections), world)
 
 
-def tested(with_pairs: bool) -> Iterator[tuple[str, set[str]]]:
+def tested() -> Iterator[tuple[str, set[str]]]:
     """(test, names of the features that it has), the default run's first, then those with most, at
     last those of pairs.txt."""
     from tests.lora import test_lora_layouts
@@ -187,7 +187,7 @@ def tested(with_pairs: bool) -> Iterator[tuple[str, set[str]]]:
         "test_settings_together_equal_one_process": test_parity.PAIRED,
         "test_layouts_equal_one_process": test_lora_layouts.CASES,
         "test_equals_one_process": [case for case in test_matrix.CASES if not case.refusal()],
-        PAIR_TEST: pairs.cases() if with_pairs else (),
+        PAIR_TEST: pairs.cases(),
     }.items():
         named |= {f"{test}[{case}]": case for case in reversed(cases)}
     found = []
@@ -205,14 +205,10 @@ def tested(with_pairs: bool) -> Iterator[tuple[str, set[str]]]:
 
 
 @cache
-def cells(with_pairs: bool = True) -> dict[tuple[str, str], tuple[str, str]]:
+def cells() -> dict[tuple[str, str], tuple[str, str]]:
     """(kind, what it names) by two features: ("test", its name), ("rule", its message), ("legal",
-    "") without such a test, or ("same key", "").
-
-    Args:
-        with_pairs: whether the tests of pairs.txt count.
-    """
-    cases, found = list(tested(with_pairs)), {}
+    "") without such a test, or ("same key", "")."""
+    cases, found = list(tested()), {}
     with mock.patch("dtron.setup.float8_plan.require_torchao"):  # whether it is installed or not
         for a, b in itertools.combinations(FEATURES, 2):
             both = {a.name, b.name}
