@@ -268,8 +268,10 @@ def _again_in_chunks(run: Resolved, blocks: int) -> int:
     block reads the last one's output. A compiled backward computes each chunk once for both.
     """
     config, chunks = run.config, run.config.recompute.ffn_chunks
+    if chunks == 1:
+        return 0
     if config.compile.enable:
-        return blocks * chunks if config.recompute.mode == "full" and chunks > 1 else 0
+        return blocks * chunks if config.recompute.mode == "full" else 0
     return blocks * (chunks if _reads_last(run.model) else chunks - 1)
 
 

@@ -95,7 +95,8 @@ def apply_context(
     for i, core in cores:
         method = context.methods[i if len(context.methods) > 1 else 0]
         settings: tuple[int, float, float] = getattr(core, "scoring", default)
-        scoring, kernel = _Scoring(*settings), getattr(core, "context_kernel", context.kernel)
+        scoring = _Scoring(*settings)
+        kernel = getattr(core, "context_kernel", "") or context.kernel
         key = method, scoring, kernel
         if key not in shared:
             shape = layouts[method]

@@ -210,6 +210,23 @@ def destroyed() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_layers_of_two_kinds_write_their_most_likely_tokens(tmp_path: Path, output: Output) -> None:
+    """Gemma 4, beyond its window: as of the module, by the whole text each time."""
+    config = small_config("gemma4", vocab_size=264)
+    model = varied(initialized("gemma4", config)).eval()
+    to_hf(model, tmp_path / "hf", name="gemma4")
+    run_ranks(1, from_hf_folder, tmp_path / "hf", tmp_path / "checkpoint")
+    keys = ["--config", "configs/gemma4_debug.toml", "model.size=initial", "--prompt", "In the"]
+    words = [str(tmp_path / "checkpoint"), *keys, "--tokens", "8", "--temperature", "0"]
+    assert cli.commands(["generate", *words]) == 0
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("In the")
+    start = len(ids)
+    for _ in range(8):
+        ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+    assert tokenizer.decode(ids[start:]) in output()
+
+
 def test_a_decoder_writes_what_an_encoder_has_read(tmp_path: Path, output: Output) -> None:
     """The most likely tokens, as of the module; sentinels are written out."""
     config = small_config("t5", vocab_size=320)

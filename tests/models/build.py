@@ -86,6 +86,14 @@ def delta_rule_by_token(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
         monkeypatch.setattr(rules, "torch_chunk_gated_delta_rule", by_token)
 
 
+def with_trained_scalars(model: Any) -> Any:
+    """Transformers' Gemma 4 with the scalars of layers, buffers there, as parameters."""
+    for module in model.modules():
+        if (scalar := module._buffers.pop("layer_scalar", None)) is not None:
+            module.layer_scalar = torch.nn.Parameter(scalar)
+    return model
+
+
 def varied(model: Decoder) -> Decoder:
     """Norms and biases away from 1 and 0 and larger matrices, so that a mistake in any shows."""
     generator = torch.Generator().manual_seed(1)

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dtron.config import Model
 from dtron.errors import ConfigError
+from dtron.models import model_config
 from dtron.models.attention import (
     BACKENDS,
     AttentionNeeds,
@@ -14,6 +15,8 @@ from dtron.models.attention import (
     dense_gradient,
     math_attention,
 )
+from dtron.models.config import LayerKind
+from tests.models.build import initialized, small_config, tokens, varied
 
 CPU = {
     "device_type": "cpu",
@@ -187,6 +190,47 @@ def test_auto_on_gpus(monkeypatch, capability, packages, need, chosen):
     on_gpu(monkeypatch, capability, packages)
     gpu = {**CPU, "device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 128}
     assert choose_backend("auto", AttentionNeeds(**{**gpu, **need})).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "others", "chosen"),
+    [
+        ("auto", "31b", {}, ("flash", "sdpa")),
+        ("auto", "31b", {"documents": True}, ("flash", "flex")),
+        ("flash", "31b", {"documents": True}, ("flash", "flex")),
+        ("auto", "31b", {"context": ("ring",)}, ("flash", "math")),
+        ("math", "31b", {}, ("math", "math")),
+        ("auto", "debug", {}, ("flash", "cudnn")),
+        ("flash", "debug", {"documents": True}, ("flash", "flash")),
+        ("auto", "debug", {"context": ("ring",)}, ("flash", "cudnn")),
+    ],
+)
+def test_layers_with_other_heads_have_a_backend_of_their_own(
+    monkeypatch, name, size, others, chosen
+):
+    """FlashAttention does not support Gemma 4's heads of 512 in layers without a window."""
+    on_gpu(monkeypatch, 9, set())
+    needs = AttentionNeeds.of(model_config("gemma4", size), "cuda", torch.bfloat16, **others)
+    backend = choose_backend(name, needs)
+    assert (backend.name, backend.of_layer(LayerKind(full=True)).name) == chosen
+    assert backend.of_layer(LayerKind()).name == backend.name
+
+
+@pytest.mark.parametrize("name", ["auto", "math"])
+def test_documents_reach_the_masks_of_both_kinds_of_layers(name):
+    """As tables, made on the host, or as they are."""
+    config = small_config("gemma4")
+    backend = choose_backend(name, AttentionNeeds.of(config, "cpu", torch.float32, documents=True))
+    assert backend.full is not None
+    model = varied(initialized("gemma4", config, backend)).eval()
+    x, documents = tokens(), (torch.arange(24) // 9).int().expand(2, -1)
+    described = backend.described(documents)
+    assert isinstance(described, dict)
+    whole = model(x, documents=described)
+    torch.testing.assert_close(whole, model(x, documents=documents), rtol=0, atol=0)
+    alone = model(x[:, 9:18], positions=torch.arange(9, 18).unsqueeze(0))
+    torch.testing.assert_close(whole[:, 9:18], alone)
+    assert not torch.allclose(whole[:, 9:], model(x)[:, 9:])
 
 
 def test_missing_packages_are_named(monkeypatch):

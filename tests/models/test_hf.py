@@ -18,7 +18,14 @@ from dtron.models.config import DecoderConfig
 from dtron.models.hf import WeightName, differences
 from dtron.models.hf_export import HFExport
 from dtron.models.hf_weights import HFFamily, HFFolder
-from tests.models.build import delta_rule_by_token, initialized, small_config, tokens, varied
+from tests.models.build import (
+    delta_rule_by_token,
+    initialized,
+    small_config,
+    tokens,
+    varied,
+    with_trained_scalars,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -232,14 +239,6 @@ def reference(name: str, settings: dict[str, Any]) -> Any:
         if buffer_name.endswith("e_score_correction_bias"):
             buffer += 0.1 * torch.randn_like(buffer)
     return model.eval()
-
-
-def with_trained_scalars(model: Any) -> Any:
-    """Gemma 4 with its layers' scalars as parameters, for their gradients: they are buffers."""
-    for module in model.modules():
-        if (scalar := module._buffers.pop("layer_scalar", None)) is not None:
-            module.layer_scalar = nn.Parameter(scalar)
-    return model
 
 
 def outputs_of_scalars(model: Any) -> dict[str, Any]:

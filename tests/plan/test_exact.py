@@ -115,6 +115,11 @@ CASES = {
     "pattern": (PATTERN, 4, "parallel.cp=2 parallel.tp=2 parallel.ep=2 recompute.mode=full"),
     "post-norms": (LOCAL, 4, "parallel.tp=2 parallel.dp_shard=2"),
     "post-norms, recomputed": (LOCAL, 4, "parallel.tp=2 parallel.cp=2 recompute.mode=full"),
+    "post-norms in chunks": (
+        LOCAL,
+        2,
+        "parallel.tp=2 recompute.mode=full recompute.ffn_chunks=4",
+    ),
     "wide heads": (GLOBAL, 4, "parallel.tp=4 recompute.mode=attention"),
     "wide heads over cp": (GLOBAL, 4, "parallel.tp=2 parallel.cp=2 recompute.mode=selective"),
     "images": (IMAGES, 4, "parallel.tp=2 parallel.zero=3 recompute.mode=full"),

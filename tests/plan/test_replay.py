@@ -7,8 +7,9 @@ import pytest
 
 from dtron.config import RunConfig
 from dtron.parallelisms.offload import SMALLEST, Offload
-from dtron.plan import activations, replay
+from dtron.plan import activations, compute_time, replay
 from dtron.plan.allocator import Block, HolelessPool, Pool
+from dtron.plan.hardware import hardware
 from dtron.plan.memory import (
     _all_buffers,
     _on_other_streams,
@@ -39,6 +40,33 @@ def test_elements_of_a_unit_are_those_of_its_parameters() -> None:
         listed = sizes(planned, unit.kind)
         assert sum(each.gathered for each in listed) == unit.gathered
         assert sum(each.shard for each in listed) == unit.shard
+
+
+WIDE = (
+    "model.name=gemma4 model.size=31b train.seq_len=8192 train.micro_batch=1 "
+    "train.global_batch=2 compile.enable=false parallel.cp=2"
+)
+
+
+def test_heads_without_a_fused_kernel_hold_scores() -> None:
+    """Of Gemma 4's 32 heads of 512, with context parallelism, in float32; and take their time."""
+    planned, narrow = run(WIDE, 2), run(f"{WIDE} model.override.global_head_dim=128", 2)
+    (unfused,) = {layer for layer in range(6) if planned.unfused(layer)}
+    assert (unfused, narrow.unfused(5), run(WIDE[:-14], 2).unfused(5)) == (5, False, False)
+    scores = 4 * 4 * 32 * 4096 * 4096
+    assert activations.unfused_scores(planned, 5) == scores
+    assert scores in replay._block(planned, 5)[1]
+    both = (compute_time.layer(each, 5, hardware("h100")) for each in (planned, narrow))
+    seconds = [work["attention"].sum for work in both]
+    assert seconds[0] > 10 * seconds[1]
+
+
+def test_keys_and_values_are_copied_for_wide_heads() -> None:
+    """torch's memory-efficient kernel has no grouped queries; FlexAttention has."""
+    alone = WIDE.replace("parallel.cp=2", "recompute.mode=none")
+    plain, masked = run(alone, 2), run(f"{alone} data.mask_documents=true", 2)
+    more = sum(activations.tensors(plain, 5)) - sum(activations.tensors(masked, 5))
+    assert more == 2 * 2 * (32 - 4) * 512 * plain.tokens
 
 
 MIXTURE = (
