@@ -543,8 +543,8 @@ class Backend:
 
     @property
     def names(self) -> str:
-        """The name; with a backend of its own for layers without a window, both names."""
-        return self.name if self.full is None else f"{self.name} and {self.full.name}"
+        """The name, and that of layers without a window if it is another."""
+        return " and ".join(dict.fromkeys([self.name, (self.full or self).name]))
 
     def of_layer(self, kind: LayerKind) -> "Backend":
         """Return the backend of layers of this kind."""
@@ -646,12 +646,14 @@ BACKENDS: dict[str, Backend] = {
 def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     """Choose the row of BACKENDS for a model.
 
+    Layers without a window whose heads have other sizes take the row if it supports them, else as
+    `auto`.
+
     Args:
         name: a row's name, or `auto` for the first row that supports all needs.
     Raises:
         ConfigError: `name` is unknown or lacks a feature; the message has the reason and the names
-            that can be used. Layers without a window whose heads have other sizes take the row if
-            it supports them, else as `auto`.
+            that can be used.
     """
     if needs.full is not None:
         row = choose_backend(name, replace(needs, full=None))

@@ -379,7 +379,7 @@ FIELDS: "tuple[Rule[DecoderConfig], ...]" = (
         "full_attention_every n_layers window",
         lambda c: not c.window or c.full_attention_every <= c.n_layers,
         "full_attention_every = {c.full_attention_every} has no effect with n_layers = "
-        "{c.n_layers}; use 0, or 2 to {c.n_layers}",
+        "{c.n_layers}; use at most n_layers, or 0 without settings of layers of full attention",
     ),
     Rule(
         f"{_FULL_LAYERS} rope_global_fraction window full_attention_every n_heads n_kv_heads "

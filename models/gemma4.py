@@ -116,10 +116,16 @@ def _full_sizes(
 
     transformers 5.24 saves them by layer, in per_layer_config, in place of released files' keys.
     """
-    by_layer = given.get("per_layer_config")
-    if by_layer is None:
+    if "per_layer_config" not in given:
         heads = given.get("num_global_key_value_heads") if keys_as_values else None
         return given.get("global_head_dim", _FULL_HEAD), usual[1] if heads is None else heads
+    by_layer = given["per_layer_config"] or {}
+    layers = {str(layer) for layer in range(len(kinds))}
+    if unknown := sorted({str(key) for key in by_layer} - layers):
+        raise CheckpointError(
+            f"per_layer_config has {unknown[0]!r}, which is no layer; its keys are layers, 0 to "
+            f"{len(kinds) - 1}"
+        )
     default = dict(zip(("head_dim", "num_key_value_heads"), usual, strict=True))
     sizes: dict[str, set[tuple[int, int]]] = {FULL: set(), SLIDING: {usual}}
     for layer, kind in enumerate(kinds):

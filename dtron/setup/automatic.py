@@ -268,8 +268,8 @@ CHOICES = (
         "the host needs longer to launch a step than the GPU to compute it, as predicted",
     ),
     # "Weight gradients added in the matmul": 21,411 against 21,027 tok/s, and 48,224 against 46,353
-    # for a mixture of experts. It also saves a rounding. After async_tp, which gains more.
-    # Pipelines and CUDA graphs are not measured with it.
+    # for a mixture of experts, both on one GPU; the matmuls of several ranks are the same ones. It
+    # also saves a rounding. After async_tp. Pipelines and CUDA graphs are not measured with it.
     Choice(
         "parallel.accumulate_in_matmul",
         (True,),

@@ -9,7 +9,6 @@ says that a pair is missing. A line whose features are refused by now is deleted
 import itertools
 import random
 from collections.abc import Collection, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +91,14 @@ def _has(case: Case, features: Collection[Feature]) -> bool:
         return False
 
 
-@cache
-def cases() -> tuple[Case, ...]:
-    """The cases of pairs.txt."""
-    found = []
-    for line in LIST.read_text(encoding="utf-8").splitlines():
-        case = case_of(line.split(", "))
-        assert case is not None, (
-            f"{line}: refused; delete it, run python -m tests.parallelisms.pairs"
-        )
-        found.append(case)
-    return tuple(found)
+LINES = tuple(LIST.read_text(encoding="utf-8").splitlines())
+
+
+def case_of_line(line: str) -> Case:
+    """Return the case of a line of pairs.txt."""
+    case = case_of(line.split(", "))
+    assert case is not None, f"{line}: refused; delete it, run python -m tests.parallelisms.pairs"
+    return case
 
 
 def covering(missing: set[tuple[str, str]]) -> Iterator[set[str]]:

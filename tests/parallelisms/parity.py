@@ -245,8 +245,9 @@ class Case:
         is as near as that."""
         if not self.rounds_alike:
             return DECIBELS
-        if self.parallel.reduce_dtype == "bfloat16":
-            muon = self.optimizer == "muon" and not name.startswith(("gradient", "loss 0"))
+        before_reduction = name in ("loss 0", "sources 0")
+        if self.parallel.reduce_dtype == "bfloat16" and not before_reduction:
+            muon = self.optimizer == "muon" and not name.startswith("gradient")
             return NARROW * (NEWTON_SCHULZ if muon else 1)
         before = name.startswith("gradient") or name in ("loss 0", "norm 0", "sources 0")
         return TOLERANCE[self.dtype if self.optimizer == "sgd" or before else "float32"]

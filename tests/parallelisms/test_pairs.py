@@ -5,15 +5,20 @@ pytest -m matrix tests/parallelisms/test_pairs.py
 
 import pytest
 
-from tests.parallelisms.pairs import ON_GPUS, cases
-from tests.parallelisms.parity import Case, check
+from tests.parallelisms.pairs import LINES, ON_GPUS, case_of_line
+from tests.parallelisms.parity import check
 from tests.setup.combinations import cells
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_pairs_equal_one_process(case: Case) -> None:
-    check(case, seconds=600)
+@pytest.mark.parametrize("line", LINES)
+def test_pairs_equal_one_process(line: str) -> None:
+    check(case_of_line(line), seconds=600)
+
+
+@pytest.mark.full
+def test_each_line_is_legal_and_has_its_features() -> None:
+    assert all(case_of_line(line) for line in LINES)
 
 
 def test_each_legal_pair_has_a_test() -> None:

@@ -19,7 +19,6 @@ from dtron.config import RunConfig
 from dtron.setup.rules import ModelCandidate, all_broken
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
-PAIR_TEST = "test_pairs_equal_one_process"
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 NUMBERS = {f"parallel.{axis}" for axis in (*DEGREES, "ep", "etp", "defer_head")}
 NUMBERS |= {"train.loss_chunks", "lora.rank"}
@@ -187,7 +186,6 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         "test_settings_together_equal_one_process": test_parity.PAIRED,
         "test_layouts_equal_one_process": test_lora_layouts.CASES,
         "test_equals_one_process": [case for case in test_matrix.CASES if not case.refusal()],
-        PAIR_TEST: pairs.cases(),
     }.items():
         named |= {f"{test}[{case}]": case for case in reversed(cases)}
     found = []
@@ -197,11 +195,12 @@ def tested() -> Iterator[tuple[str, set[str]]]:
         if len(acting) > 1:
             matrix = test.startswith("test_equals")
             taken = (str(case) in test_parity.DEFAULT, str(case) in test_parity.SELECTED)
-            pair = test.startswith(PAIR_TEST)
-            order = (pair, *(not each for each in taken), matrix, -len(acting), test)
+            order = (*(not each for each in taken), matrix, -len(acting), test)
             found.append((order, test, acting))
     for _, test, acting in sorted(found, key=lambda each: each[0]):
         yield test, acting
+    for line in pairs.LINES:
+        yield f"test_pairs_equal_one_process[{line}]", set(line.split(", "))
 
 
 @cache
