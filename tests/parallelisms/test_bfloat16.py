@@ -75,7 +75,9 @@ def only_adds(case: Case) -> bool:
 def differs(case: Case, runs: Runs) -> list[str]:
     """What deviates from one process in bfloat16 by more than sums in float32 do."""
     (one,) = runs.result(alone(case))
-    return Outcome(compare(runs.result(case), one)).wrong(replace(case, dtype="float32"))
+    exact = case.parallel.model_copy(update={"reduce_dtype": "float32"})
+    judged = replace(case, dtype="float32", parallel=exact)
+    return Outcome(compare(runs.result(case), one)).wrong(judged)
 
 
 def test_a_reduction_in_bfloat16_differs(runs: Runs) -> None:
