@@ -100,6 +100,7 @@ def apply_context(
         key = method, scoring, kernel
         if key not in shared:
             shape = layouts[method]
+            _check_device(kernel, device_type)
             _check_kernel(KERNELS[kernel], shape, scoring)
             groups_of = process_groups[method]
             shared[key] = ContextAttention(method, shape, *groups_of, kernel, *scoring)

@@ -16,7 +16,7 @@ from dtron.config import Compile, Float8, Lora, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.setup.rules import ModelCandidate
 from tests.parallelisms.parity import EAGER, Case
-from tests.setup.combinations import DEGREES, FEATURES, SIZES_OF, Feature, settings_of
+from tests.setup.combinations import DEGREES, FEATURES, SIZES_OF, Feature, sections_of, settings_of
 
 LIST = Path(__file__).with_name("pairs.txt")
 MOST_RANKS, MOST_COMPILED, MOST_FEATURES = 8, 4, 12
@@ -49,10 +49,7 @@ def case_of(names: Collection[str]) -> Case | None:
 def _case(
     settings: dict[str, Any], degrees: dict[str, int], world: int, n_micro_batches: int
 ) -> Case:
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, name = key.rsplit(".", 1)
-        sections.setdefault(section, {})[name] = value
+    sections = sections_of(settings)
     model = sections.get("model", {}).get("name", "llama")
     parallel = {**sections.get("parallel", {}), **degrees}
     if parallel.get("dispatcher") == "hierarchical":

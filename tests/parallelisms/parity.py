@@ -245,11 +245,11 @@ class Case:
         is as near as that."""
         if not self.rounds_alike:
             return DECIBELS
-        before_reduction = name in ("loss 0", "sources 0")
-        if self.parallel.reduce_dtype == "bfloat16" and not before_reduction:
+        unreduced = name in ("loss 0", "sources 0")
+        if self.parallel.reduce_dtype == "bfloat16" and not unreduced:
             muon = self.optimizer == "muon" and not name.startswith("gradient")
             return NARROW * (NEWTON_SCHULZ if muon else 1)
-        before = name.startswith("gradient") or name in ("loss 0", "norm 0", "sources 0")
+        before = unreduced or name.startswith("gradient") or name == "norm 0"
         return TOLERANCE[self.dtype if self.optimizer == "sgd" or before else "float32"]
 
     def __str__(self) -> str:

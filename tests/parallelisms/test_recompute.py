@@ -127,10 +127,11 @@ def linear(inputs: list[Any], module: nn.Linear, x: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("mode", ["none", "full", "attention"])
 def test_feed_forward_in_chunks(mode: str) -> None:
-    """The same losses and, up to the order of sums, gradients; hidden states of one chunk only."""
+    """The same gradients, up to the order of sums; hidden states of one chunk only."""
     widest, grads = {}, {}
     for n_chunks in (1, 5):  # of 24 tokens: the last chunk has 4
         model = initialized("llama", small_config("llama", n_layers=LAYERS), BACKENDS["sdpa"])
+        model.double()  # where the order of sums is far below the tolerance on every CPU
         blocks: list[Any] = list(model.blocks.values())
         assert n_chunks == 1 or chunk_feed_forward(blocks, n_chunks) == LAYERS
         recompute(enumerate(blocks), Recompute.model_validate({"mode": mode}))

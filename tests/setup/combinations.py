@@ -150,17 +150,22 @@ def settings_of(features: Iterable[Feature]) -> dict[str, Any] | None:
     return {**needs, **keys}
 
 
+def sections_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by section; those of `model.override` are a section of their own."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, name = key.rsplit(".", 1)
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
 def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
     """A run with both, on as few ranks as they need; None where they are values of one key."""
     settings = settings_of((a, b))
     if settings is None:
         return None
-    sections: dict[str, dict[str, Any]] = {}
-    override: dict[str, Any] = {}
-    for key, value in settings.items():
-        section, name = key.rsplit(".", 1)
-        target = override if section == "model.override" else sections.setdefault(section, {})
-        target[name] = value
+    sections = sections_of(settings)
+    override = sections.pop("model.override", {})
     name = sections.setdefault("model", {}).setdefault("name", "llama")
     sections["model"]["override"] = {**SIZES_OF[name], **override}
     parallel = sections.setdefault("parallel", {})
