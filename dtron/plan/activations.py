@@ -81,7 +81,9 @@ def _wide_rows(run: Resolved, layer: int) -> tuple[SavedTensor, ...]:
     """
     kind, alone = run.kind(layer), run.degrees["cp"] == 1
     expanded = alone and not run.config.data.mask_documents  # FlexAttention masks documents
-    return _of_own_tokens(run, kind, block(run.model, kind, not alone, expanded))
+    length = run.config.train.seq_len if run.saves_weights(layer) else 0
+    keys = round(length * run.share(kind)), round(length * run.share(kind, encoded=True))
+    return _of_own_tokens(run, kind, block(run.model, kind, not alone, expanded, keys))
 
 
 def _of_own_tokens(
@@ -290,16 +292,30 @@ def context_gradients(run: Resolved, layer: int) -> float:
 def unfused_scores(run: Resolved, layer: int) -> float:
     """Return the bytes of a layer's scores in the backward of attention without a fused kernel.
 
-    Of the kernels that return a log-sum-exp, only `math` supports heads wider than WIDEST_FLASH. It
-    has four float32 tensors of scores, by a rank's queries and the keys of a block.
+    The kernel `math` has four float32 tensors of scores, by a rank's queries and the keys of a
+    block. Where autograd differentiates plain PyTorch, the weights that it saved are two of them.
     """
     if not run.unfused(layer):
         return 0.0
-    train, shape = run.config.train, run.context(layer)
-    # A ring has the keys of one block of ranks at a time; packed sequences are one to the kernel.
-    keys = train.seq_len // (shape.outer if shape.rings else 1)
-    keys *= train.micro_batch if run.config.data.mask_documents else 1
-    return 4.0 * 4 * (run.model.n_heads // run.tp) * run.tokens * keys
+    shape = run.context(layer)
+    # A ring has the keys of one block of ranks at a time.
+    keys = keys_of_query(run, layer) / (shape.outer if shape.rings else 1)
+    number = 2 if run.saves_weights(layer) else 4
+    return 4.0 * number * (run.model.n_heads // run.tp) * run.tokens * keys
+
+
+def keys_of_query(run: Resolved, layer: int) -> float:
+    """Return the keys that attention without a fused kernel scores per token of a micro-batch.
+
+    Packed sequences of a micro-batch are one to the kernel.
+    """
+    train, kind = run.config.train, run.kind(layer)
+    if run.model.encoder_layers:
+        encoder, decoder = run.share(kind, encoded=True), run.share(LayerKind(cross=True))
+        pairs = encoder**2 if kind.encoder else decoder * (decoder + encoder)
+        return train.seq_len * pairs
+    packed = run.config.data.mask_documents and not run.saves_weights(layer)
+    return train.seq_len * (train.micro_batch if packed else 1)
 
 
 def boundary(run: Resolved) -> float:

@@ -235,7 +235,7 @@ def _unfused(run: Resolved, index: int, hardware: Hardware) -> Seconds:
     UNFUSED_MOVES elementwise kernels in each.
     """
     model = run.model.of_layer(run.kind(index))
-    keys, heads = run.config.train.seq_len, model.n_heads // run.tp
+    keys, heads = activations.keys_of_query(run, index), model.n_heads // run.tp
     flops = 2.0 * heads * run.tokens * keys * model.head_size
     moved = UNFUSED_MOVES * 4.0 * heads * run.tokens * keys / hardware.copy
     rate = hardware.ceiling * FLOAT32

@@ -302,12 +302,26 @@ class Resolved(Candidate):
         """Whether a layer's attention has no fused kernel on GPUs.
 
         No fused kernel that returns a log-sum-exp, which context parallelism, windows, soft caps
-        and sinks need, supports heads wider than WIDEST_FLASH.
+        and sinks need, supports heads wider than WIDEST_FLASH. None has dropout.
         """
         kind = self.kind(layer)
+        if kind.mixer != "attention" or self._by_math(kind):
+            return kind.mixer == "attention"
         model = self.model.of_layer(kind)
-        needed = self.degrees["cp"] > 1 or modifies_scores(model)
-        return kind.mixer == "attention" and needed and model.head_size > WIDEST_FLASH
+        return self._needs_statistics(kind) and model.head_size > WIDEST_FLASH
+
+    def saves_weights(self, layer: int) -> bool:
+        """Whether a layer's attention is plain PyTorch, whose weights autograd saves."""
+        kind = self.kind(layer)
+        return self._by_math(kind) and not self._needs_statistics(kind)
+
+    def _by_math(self, kind: LayerKind) -> bool:
+        asked = self.config.model.attention == "math" or self.model.attention_dropout > 0
+        return kind.mixer == "attention" and asked
+
+    def _needs_statistics(self, kind: LayerKind) -> bool:
+        """Whether attention needs a kernel that returns a log-sum-exp."""
+        return self.degrees["cp"] > 1 or modifies_scores(self.model.of_layer(kind))
 
     def exchanges_halos(self, layer: int) -> bool:
         """Whether ring attention has a sliding window, so that ranks exchange halos of keys."""

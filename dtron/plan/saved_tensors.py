@@ -66,7 +66,11 @@ class SavedTensor:
 
 @functools.lru_cache(maxsize=64)
 def block(
-    model: DecoderConfig, kind: LayerKind, padded: bool = True, expanded: bool = False
+    model: DecoderConfig,
+    kind: LayerKind,
+    padded: bool = True,
+    expanded: bool = False,
+    keys: tuple[int, int] = (0, 0),
 ) -> tuple[SavedTensor, ...]:
     """List the tensors that a block of the given kind saves.
 
@@ -74,12 +78,15 @@ def block(
         padded: whether latent attention's values are padded to the width of keys, as context
             parallelism and some kernels need.
         expanded: whether the kernel of wide heads needs keys and values of each query head.
+        keys: keys of a sequence, (its own, the encoder's), whose weights attention in plain PyTorch
+            saves; 0: a kernel, which saves none.
     """
     rows = [SavedTensor("input", model.dim, "tokens", ALL)]
     if kind.mixer:
         rows += _norm_rows(model, f"{kind.mixer.replace('attention', 'attn')}_norm")
         rows += _merge(model) if kind.mtp else []
-        rows += _mixer(model.of_layer(kind), kind, padded, expanded)
+        own = keys[0] if kind.mixer == "attention" else 0
+        rows += _mixer(model.of_layer(kind), kind, padded, expanded, own)
     if not kind.ffn:
         return tuple(rows)
     if kind.mixer:
@@ -92,7 +99,7 @@ def block(
     if model.sandwich_norms:  # "wo" above is its input, from which compiled blocks compute the sum
         rows += _statistics(model, "wo", 1, "tokens")
         rows.append(SavedTensor("wo", model.dim, "tokens", eager=True))
-    rows += _cross(model) if kind.cross else []
+    rows += _cross(model, keys[1]) if kind.cross else []
     rows += _norm_rows(model, "ffn_norm", wide=kind.experts)
     rows += _mixture(model) if kind.experts else _feed_forward(model, "ffn", model.ffn_dim)
     if model.sandwich_norms:
@@ -110,32 +117,40 @@ def block(
 
 
 def _mixer(
-    model: DecoderConfig, kind: LayerKind, padded: bool, expanded: bool
+    model: DecoderConfig, kind: LayerKind, padded: bool, expanded: bool, keys: int
 ) -> list[SavedTensor]:
     """Return the tensors of what mixes tokens, up to the input of wo."""
     if kind.mixer == "delta":
         return _gated_delta_net(model)
     if kind.mixer == "mamba":
         return _mamba(model)
-    if model.kv_lora_rank:
-        return _latent(model, padded)
-    return _attention(model, expanded and model.head_size > WIDEST_FLASH)
+    wide = expanded and model.head_size > WIDEST_FLASH and not keys
+    rows = _latent(model, padded) if model.kv_lora_rank else _attention(model, wide)
+    if not keys:
+        return rows
+    return _in_plain_pytorch(model, rows, _operands(model), keys, model.attention_dropout > 0)
 
 
 ENCODED = "encoded"
 """Module of the encoder's output, which tp ranks gather in each layer of the decoder."""
 
 
-def _cross(model: DecoderConfig) -> list[SavedTensor]:
+def _cross(model: DecoderConfig, keys: int) -> list[SavedTensor]:
     """Return the tensors of a decoder's attention to an encoder."""
     q, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    heads = [row for w in ("wk", "wv") for row in _shared(model, f"cross.kv.{w}", kv)]
+    names = ("cross.wq", "cross.kv.wk", "cross.kv.wv")
+    heads = [row for name in names[1:] for row in _shared(model, name, kv)]
+    rows = [
+        SavedTensor("cross.wq", q, "neurons", PRODUCT),
+        *(replace(row, encoded=True) for row in heads),
+        *_attended(model, q),
+    ]
+    if keys:
+        rows = _in_plain_pytorch(model, rows, names, keys, dropped=False)
     return [
         *_norm_rows(model, "cross_norm"),
-        SavedTensor("cross.wq", q, "neurons", PRODUCT),
         SavedTensor(ENCODED, model.dim, "none", read=True, encoded=True),
-        *(replace(row, encoded=True) for row in heads),
-        *(replace(row, module="cross.attention") for row in _attended(model, q)),
+        *(replace(r, module="cross.attention") if r.module == "attention" else r for r in rows),
         SavedTensor("cross.wo", model.dim, "tokens"),
         SavedTensor("cross.wo", model.dim, "none", (SELECTIVE,)),
     ]
@@ -186,6 +201,48 @@ def _attended(model: DecoderConfig, width: int, read: bool = True) -> list[Saved
         SavedTensor("attention", width, "neurons", kept, read=read),
         SavedTensor("attention", model.n_heads, "neurons", kept, wide=True),
     ]
+
+
+def _in_plain_pytorch(
+    model: DecoderConfig,
+    rows: list[SavedTensor],
+    operands: tuple[str, str, str],
+    keys: int,
+    dropped: bool,
+) -> list[SavedTensor]:
+    """Return the tensors of attention without a kernel, from those with one.
+
+    It reads queries, keys and values (`operands`) in float32. It saves the weights after the
+    softmax and, if they differ, after dropout and in the order of the matmul; and with dropout
+    which are kept. Selective recomputation keeps the results of both matmuls.
+    """
+    weights = SavedTensor("attention", model.n_heads * keys, "neurons", PRODUCT, wide=True)
+    found = [weights]
+    if dropped or model.n_heads != model.n_kv_heads:
+        found.append(replace(weights, modes=(NONE,)))
+    if dropped:
+        found.append(replace(weights, modes=(NONE,), wide=False, narrow=True))
+    for row in rows:
+        if row.module in operands and not row.wide and row.split in ("neurons", "heads"):
+            width = model.n_heads * model.v_head_size if row.module == "wkv_b" else row.width
+            if NONE in row.modes:
+                found.append(replace(row, width=width, modes=(NONE,), wide=True))
+            if SELECTIVE in row.modes:
+                found.append(replace(row, modes=(SELECTIVE,)))
+        elif row.module != "attention":
+            found.append(row)
+        elif not row.wide:  # the output; there is no log-sum-exp
+            found.append(replace(row, modes=(NONE,)))
+            found.append(replace(row, modes=(SELECTIVE,), wide=True, read=False))
+    return found
+
+
+def _operands(model: DecoderConfig) -> tuple[str, str, str]:
+    """Return the modules whose results are the queries, keys and values of attention."""
+    if model.kv_lora_rank:
+        return "wq", "k", "wkv_b"
+    v = "v_norm" if model.value_norm else "wv"
+    return ("q_norm", "k_norm", v) if model.qk_norm else ("wq", "wk", v)
 
 
 def _attention(model: DecoderConfig, expanded: bool) -> list[SavedTensor]:
@@ -283,9 +340,6 @@ def _shared(model: DecoderConfig, module: str, width: int) -> list[SavedTensor]:
 
 def _latent(model: DecoderConfig, padded: bool) -> list[SavedTensor]:
     """Return the tensors of latent attention.
-
-    Queries, keys and padded values of all heads have the width of queries; unpadded values are a
-    part of wkv_b's output, which is kept.
 
     Queries, keys and padded values of all heads have the width of queries; unpadded values are a
     part of wkv_b's output, which is kept.

@@ -43,6 +43,8 @@ B, T = 2, 64
 LLAMA = Path(__file__).parents[2] / "configs/llama3_8b.toml"
 SAME = "aot_eager_decomp_partition"
 """Partitions as inductor does, without generating code."""
+HEADS = (4, 8)
+"""Numbers of heads of debug sizes."""
 MIXTURES = 0.025
 """Vectors of a router's size, which do not grow with the model's width, are not all listed."""
 
@@ -53,12 +55,14 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtron.parallelisms.recompute.CPU_ATTENTION", ())
 
 
-def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.Tensor]]:
+def made(
+    name: str, layer: int, attention: str = "sdpa", **sizes: Any
+) -> tuple[nn.Module, tuple[Any, ...], list[torch.Tensor]]:
     """A block, what it is called with, and tensors that it reads but makes none of."""
     torch._dynamo.reset()
-    config = model_config(name, "debug")
+    config = model_config(name, "debug", sizes)
     needs = AttentionNeeds.of(config, "cpu", torch.bfloat16)
-    backend = choose_backend("sdpa" if not config.window else "math", needs)
+    backend = choose_backend(attention if not config.window else "math", needs)
     if backend.full is not None:  # fused, as on GPUs
         backend = replace(backend, full=BACKENDS["sdpa"])
     torch.manual_seed(0)
@@ -77,7 +81,8 @@ def made(name: str, layer: int) -> tuple[nn.Module, tuple[Any, ...], list[torch.
     if config.layer_kinds[layer].cross:
         encoded = torch.randn(B, T, config.dim, dtype=torch.bfloat16, requires_grad=True)
         return unit, (x, None, mask, None, encoded), [*shared, encoded]
-    return unit, (x, rope, mask, None), shared
+    keys = torch.randint(0, 2**31, (B, T)) if config.attention_dropout else None
+    return unit, (x, rope, mask, keys), shared
 
 
 def saved_bytes(
@@ -87,9 +92,10 @@ def saved_bytes(
     recipe: str = "",
     skip: str = "",
     modules: Sequence[str] = (),
+    **plain: Any,
 ) -> float:
     """A token, by torch's own partitioner, without generating code."""
-    unit, inputs, shared = made(name, layer)
+    unit, inputs, shared = made(name, layer, **plain)
     if recipe:
         in_recipe(unit, recipe, skip)
     recompute([(0, unit)], Recompute(mode=mode, modules=list(modules)))  # type: ignore[arg-type]
@@ -105,9 +111,8 @@ def saved_bytes(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         compiled(*inputs)
     # Constants, such as a cast copy of a router's weight, do not grow with the tokens.
-    of_tokens = [
-        t for t in found.values() if t.numel() >= B * T and t.shape[0] in (1, B, B * T, 4 * B * T)
-    ]
+    leading = (1, B, B * T, 4 * B * T, *(B * heads for heads in HEADS if plain))
+    of_tokens = [t for t in found.values() if t.numel() >= B * T and t.shape[0] in leading]
     return sum(t.untyped_storage().nbytes() for t in of_tokens) / (B * T)
 
 
@@ -152,6 +157,36 @@ def test_bytes_that_a_compiled_block_keeps(name: str, layer: int, mode: str) -> 
     messages = sum(row.width * (4 if row.wide else 2) for row in rows)
     real = saved_bytes(name, layer, mode)
     assert messages == pytest.approx(real, rel=MIXTURES if mixture else 0)
+
+
+PLAIN: list[tuple[str, int, str, dict[str, Any]]] = [
+    *[("llama", 0, mode, {"attention_dropout": 0.1}) for mode in ("none", "selective")],
+    *[(name, 0, "none", {"attention_dropout": 0.1}) for name in ("gpt", "bert", "qwen3")],
+    ("deepseek_v3", 0, "none", {"attention_dropout": 0.1}),
+    *[(name, 0, "none", {}) for name in ("llama", "gpt", "deepseek_v3")],
+    ("t5", 2, "none", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "mode", "sizes"), PLAIN)
+def test_bytes_that_attention_without_a_kernel_keeps(
+    name: str, layer: int, mode: str, sizes: dict[str, Any]
+) -> None:
+    words = f"model.name={name} model.size=debug train.seq_len={T} train.micro_batch={B}"
+    words += f" train.global_batch={B} recompute.mode={mode} model.attention=math"
+    override = [f"model.override.{key}={value}" for key, value in sizes.items()]
+    run = Resolved.of(RunConfig.load(LLAMA, [*words.split(), *override]), 1)
+    rows = block(run.model, run.kind(layer), padded=False, keys=(T, T))
+    planned = [row for row in rows if row.module != ENCODED and row.eager is not True]
+    listed = sum(
+        row.width * (4 if row.wide else 1 if row.narrow else 2)
+        for row in planned
+        if mode in row.modes
+    )
+    # In `selective`, the keys of dropout, int64, are an input of what is computed again.
+    keys = 8 if mode == "selective" and sizes else 0
+    real = saved_bytes(name, layer, mode, attention="math", **sizes)
+    assert (run.saves_weights(layer), listed + keys) == (True, real)
 
 
 MODULES = [

@@ -61,6 +61,22 @@ def test_heads_without_a_fused_kernel_hold_scores() -> None:
     assert seconds[0] > 10 * seconds[1]
 
 
+def test_attention_dropout_has_no_fused_kernel() -> None:
+    """Its weights, in float32 of two tensors and whether each is kept, stay for the backward."""
+    words = "model.name=gpt model.size=125m train.seq_len=1024 train.micro_batch=4 "
+    words += "train.global_batch=4 recompute.mode=none compile.enable=true"
+    plain, dropped = run(words, 1), run(f"{words} model.override.attention_dropout=0.1", 1)
+    assert (plain.unfused(0), dropped.unfused(0), dropped.saves_weights(0)) == (False, True, True)
+    more = sum(activations.tensors(dropped, 0)) - sum(activations.tensors(plain, 0))
+    scores = 4 * 12 * 1024 * 1024
+    assert 9 * scores < more < 9.5 * scores  # and queries, keys and values in float32
+    assert activations.unfused_scores(dropped, 0) == 2 * 4 * scores
+    seconds = [
+        compute_time.layer(each, 0, hardware("h100"))["attention"] for each in (plain, dropped)
+    ]
+    assert seconds[1].sum > 10 * seconds[0].sum
+
+
 def test_keys_and_values_are_copied_for_wide_heads() -> None:
     """torch's memory-efficient kernel has no grouped queries; FlexAttention has."""
     alone = WIDE.replace("parallel.cp=2", "recompute.mode=none")
