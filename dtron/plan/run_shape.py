@@ -305,10 +305,8 @@ class Resolved(Candidate):
         and sinks need, supports heads wider than WIDEST_FLASH. None has dropout.
         """
         kind = self.kind(layer)
-        if kind.mixer != "attention" or self._by_math(kind):
-            return kind.mixer == "attention"
-        model = self.model.of_layer(kind)
-        return self._needs_statistics(kind) and model.head_size > WIDEST_FLASH
+        wide = kind.mixer == "attention" and self.model.of_layer(kind).head_size > WIDEST_FLASH
+        return self._by_math(kind) or (wide and self._needs_statistics(kind))
 
     def saves_weights(self, layer: int) -> bool:
         """Whether a layer's attention is plain PyTorch, whose weights autograd saves."""
@@ -316,6 +314,7 @@ class Resolved(Candidate):
         return self._by_math(kind) and not self._needs_statistics(kind)
 
     def _by_math(self, kind: LayerKind) -> bool:
+        """Whether attention is that of `model.attention = "math"`, or its twin with dropout."""
         asked = self.config.model.attention == "math" or self.model.attention_dropout > 0
         return kind.mixer == "attention" and asked
 

@@ -85,8 +85,7 @@ def block(
     if kind.mixer:
         rows += _norm_rows(model, f"{kind.mixer.replace('attention', 'attn')}_norm")
         rows += _merge(model) if kind.mtp else []
-        own = keys[0] if kind.mixer == "attention" else 0
-        rows += _mixer(model.of_layer(kind), kind, padded, expanded, own)
+        rows += _mixer(model.of_layer(kind), kind, padded, expanded, keys[0])
     if not kind.ffn:
         return tuple(rows)
     if kind.mixer:
