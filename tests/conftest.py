@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from tests.selection import COLLECTED, ONLY_BY_NAME, only_by_name, run_of
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks share the cores
 
 MOST_WORKERS = 4
+BEGIN = pytest.StashKey[float]()
+LATE = "past --minutes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-minutes", type=float, default=10, help="how long -m soak takes")
     parser.addoption("--soak-seed", type=int, default=1, help="what happens in -m soak")
     parser.addoption("--soak-kills", type=int, default=10**6, help="after how many -m soak ends")
+    parser.addoption("--minutes", type=float, help="skip what would begin later, and count it")
     parser.addoption("--fuzz-seed", type=int, default=None, help="seed of --fuzz; default: random")
 
 
@@ -49,6 +53,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.fuzz_seed is None:
         config.option.fuzz_seed = random.randrange(10**6)
+    config.stash[BEGIN] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.option.minutes
+    if limit is not None and time.monotonic() - item.config.stash[BEGIN] >= 60 * limit:
+        pytest.skip(LATE)
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +132,16 @@ def _place(item: pytest.Item) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many random layouts had each feature."""
+    """How many random layouts had each feature; how many tests of each file were out of time."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     drawn = Counter(value for r in reports for key, value in r.user_properties if key == "feature")
     if drawn:
         counts = ", ".join(f"{feature} {n}" for feature, n in drawn.most_common())
         terminalreporter.write_line(f"random layouts with: {counts}")
+    skipped = [r for r in terminalreporter.stats.get("skipped", ()) if LATE in str(r.longrepr)]
+    if late := Counter(r.location[0] for r in skipped):
+        terminalreporter.section(f"{late.total()} tests not run: {LATE}")
+        terminalreporter.write_line(", ".join(f"{file} {n}" for file, n in late.most_common()))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

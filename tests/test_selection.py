@@ -1,5 +1,7 @@
 """The default run has each row of the tables that users choose from."""
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
@@ -124,3 +126,12 @@ def test_rows_of_what_is_repeated_are_needed(pytestconfig: pytest.Config) -> Non
             items = pytestconfig.stash[COLLECTED]
             runs = [bool(i.get_closest_marker("matrix")) for i in items if _function(i) == start]
             assert set(runs) == {False, True}, start
+
+
+@pytest.mark.parametrize(("minutes", "outcome"), [("0", "1 skipped"), ("60", "1 passed")])
+def test_what_would_begin_too_late_is_skipped_and_counted(minutes: str, outcome: str) -> None:
+    test = "tests/test_architecture.py::test_rooms_are_small"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--minutes", minutes, test]
+    run = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    assert outcome in run.stdout
+    assert ("1 tests not run: past --minutes" in run.stdout) == (minutes == "0")
