@@ -156,7 +156,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma4": {
         **{**SMALL, "head_dim": 8, "global_head_dim": 12, "global_kv_heads": 1},
         **{"window": 5, "full_attention_every": 2, "rope_local_theta": 50.0},
-        # a small epsilon would leave float32's rounding alone of some gradients of scalars
+        # the next norm divides a layer's scalar out again: with a small epsilon its gradient would
+        # be float32's rounding alone
         **{"rope_global_fraction": 0.5, "logit_softcap": 3.0, "norm_eps": 0.3},
     },
     "gpt": {**SMALL, "n_kv_heads": 4, "max_seq_len": 16},

@@ -415,6 +415,7 @@ LOCAL_CASES = [
     Case("gemma4", 4, Parallel(pp=2, tp=2, schedule=V), loss_chunks=2, documents=True),
     Case("gemma4", 2, Parallel(tp=2, async_tp=True), override={**SCALED_LINEARLY, "mtp": 1}),
     Case("gemma4", 2, Parallel(tp=2), lora=Lora(rank=4), override={"keys_as_values": False}),
+    Case("gemma4", 2, Parallel(tp=2), lora=Lora(rank=4)),
     Case("gemma4", 2, override={"softcap": 1.0, "sinks": True}, documents=True, compile=EAGER),
     Case("gemma4", 2, Parallel(cp=2, cp_method="ulysses"), override=NO_WINDOWS, documents=True),
     Case("deepseek_v3", 2, Parallel(tp=2), override={**MTP, **GEMMA}, sequences=4, steps=1),
