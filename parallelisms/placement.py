@@ -357,8 +357,16 @@ def join_units(
     Args:
         groups: the modules of each unit, by FQN, in the order of the forward.
         units: the patterns, as in `select_units`.
+
+    Raises:
+        PlacementError: n > 1, and no pattern has a *.
     """
     patterns = [u for u in ([units] if isinstance(units, str) else units) if "*" in u]
+    if n > 1 and not patterns:
+        raise PlacementError(
+            f"parallel.blocks_per_unit = {n} joins neighbouring units of a pattern with a *, which "
+            '`units` lacks; use one such as "blocks.*", or leave the key out'
+        )
 
     def kind(group: Mapping[str, nn.Module]) -> tuple[str, bool] | None:
         (name, module), *others = group.items()

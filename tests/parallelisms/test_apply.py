@@ -9,7 +9,7 @@ from dtron.config import Parallel, Recompute
 from dtron.errors import ConfigError, PlacementError
 from dtron.parallelisms import Mesh, parallelize
 from dtron.parallelisms.gradients import global_norm
-from dtron.parallelisms.placement import matches, select, select_units
+from dtron.parallelisms.placement import join_units, matches, select, select_units
 from tests.harness import run_ranks
 
 
@@ -62,6 +62,14 @@ def test_patterns_that_match_nothing_name_the_nearest() -> None:
         ["stem"],
         ["blocks.0", "out"],
     ]
+
+
+def test_units_without_a_pattern_are_not_joined_in_silence() -> None:
+    units = ("stem", "blocks.0")
+    groups = select_units(Net(), units)
+    assert len(join_units(groups, units, 1)) == 2
+    with pytest.raises(PlacementError, match="blocks_per_unit = 2 joins neighbouring units of a"):
+        join_units(groups, units, 2)
 
 
 def user_loop(replicas: int, recompute: Recompute) -> tuple[dict[str, Tensor], float]:
