@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dtron.config import Parallel
+from dtron.config.rule import changed
 from dtron.errors import ConfigError
 from dtron.parallelisms.apply import Applied, ParallelPlan, Passes, apply_passes, build_execution
 from dtron.parallelisms.fsdp.sharding import DTYPES, Policy
@@ -67,26 +67,34 @@ def parallelize(
     return model
 
 
-# Keys of [parallel] that only the Trainer uses. For some, the plug-in has arguments instead.
-_TRAINERS_KEYS = (
-    "sequence_parallel cp_method cp_inner dispatcher ep_capacity ep_inner overlap_micro_batches "
-    "async_tp schedule stages_per_rank pp_layout defer_head high_priority timeout_seconds"
-)
+# Keys that only the Trainer uses, by section. For some, the plug-in has arguments instead.
+_TRAINERS_KEYS = {
+    "parallel": "sequence_parallel cp_method cp_inner dispatcher ep_capacity ep_inner "
+    "overlap_micro_batches async_tp schedule stages_per_rank pp_layout defer_head high_priority "
+    "timeout_seconds encoder_tp",
+    "compile": "cuda_graphs cache_dir",
+}
 
 
 def _completed(plan: ParallelPlan | None, fields: dict[str, Any]) -> ParallelPlan:
     """Return `plan` with `fields` replaced.
 
     Raises:
-        ConfigError: plan.parallel sets a key that has no effect in the plug-in.
+        ConfigError: a key of plan.parallel or plan.compile has no effect in the plug-in, or
+            plan.recompute.mode is "auto".
     """
     plan = replace(plan, **fields) if plan is not None else ParallelPlan(**fields)
-    for key in _TRAINERS_KEYS.split():
-        if (value := getattr(plan.parallel, key)) != getattr(Parallel(), key):
+    for section, keys in _TRAINERS_KEYS.items():
+        for key, value in changed(getattr(plan, section), keys):
             raise ConfigError(
-                f"parallel.{key} = {value!r} has no effect in the plug-in; leave it out "
+                f"{section}.{key} = {value!r} has no effect in the plug-in; leave it out "
                 "(schedule, stages and placements are arguments)"
             )
+    if plan.recompute.mode == "auto":
+        raise ConfigError(
+            'recompute.mode = "auto" is chosen by the Trainer alone; use "none", "selective", '
+            '"attention" or "full"'
+        )
     return plan
 
 

@@ -341,7 +341,8 @@ class Train(Section):
     loss_chunks: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     """Number of chunks into which a micro-batch's tokens are split for head and loss. More chunks
     save memory: only one chunk's logits and their gradient exist at a time. 1: all at once. `auto`:
-    1, or on GPUs the lowest of 4, 8 and 16 that fits if 1 does not fit."""
+    1, or on GPUs the lowest of 4, 8 and 16 that fits if 1 does not fit, or if the vocabulary is no
+    multiple of 8, whose matmuls are slow."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation. Parameters are float32 in both cases; for AdamW's moments see
     `optim.moments`."""

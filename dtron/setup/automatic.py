@@ -11,9 +11,10 @@ benchmarks/NOTES.md), `parallel.overlap_micro_batches`, zero = 1, and settings a
 
 import json
 import os
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -97,15 +98,8 @@ class _Situation:
 
     run: ModelCandidate
     machine: Machine
-    used: Callable[[RunConfig], float]
-    """Predicts the fraction of a GPU's memory that a run reserves; inf: unknown."""
     seconds: Callable[[RunConfig], float]
     """Predicts the seconds of a step; inf: unknown."""
-
-    @cached_property
-    def share(self) -> float:
-        """Predicted fraction of a GPU's memory that the run reserves; inf: unknown."""
-        return self.used(self.run.config)
 
     def inside(self, ranks: int) -> bool:
         """Whether `ranks` neighbouring ranks are on GPUs of one host with NVLink between them."""
@@ -165,6 +159,10 @@ class Choice:
     holds: Callable[[_Situation], bool]
     reason: str
 
+    def row(self, value: Any) -> dict[str, Any]:
+        """Return what `Automatic.chosen` has of a value."""
+        return {"value": value, "reason": self.reason}
+
 
 CHOICES = (
     # "Experts, DeepSeek-V2-Lite's shapes", 2 x H200: 40,099 against 37,893 tok/s/GPU.
@@ -178,21 +176,13 @@ CHOICES = (
         ),
         "ep is inside a host, and ep_capacity is enough for any load",
     ),
-    # "Head and loss in chunks": less memory. More chunks are slower ("by copy engines", machine A).
-    # "Models of 124M and 0.6B parameters": 497,446 against 286,763 tok/s for 50,257 columns.
+    # "Models of 124M and 0.6B parameters": 497,446 against 286,763 tok/s for 50,257 columns. More
+    # chunks are slower ("by copy engines", machine A).
     Choice(
         "train.loss_chunks",
         (4, 8, 16),
-        lambda c: 1 < c.share < float("inf") or c.head_is_slow,
-        "the logits of all tokens do not fit, or chunks pad a vocabulary that is no multiple of 8",
-    ),
-    # "Blocks of Llama-3-8B on one H200": less memory, in the order of speed. After chunks of the
-    # loss, which cost less.
-    Choice(
-        "recompute.mode",
-        ("selective", "attention", "full"),
-        lambda c: 1 < c.share < float("inf") and not c.run.config.recompute.model_fields_set,
-        "the activations of all blocks do not fit",
+        lambda c: c.head_is_slow,
+        "chunks pad a vocabulary that is no multiple of 8",
     ),
     # "Llama-3-8B with context parallelism", 4 x H200: 7,023 and 6,865 against 6,739 tok/s/GPU.
     Choice(
@@ -284,6 +274,26 @@ CHOICES = (
 )
 
 
+SAVINGS = (
+    # "Blocks of Llama-3-8B on one H200": less memory, in the order of speed. Only with no key of
+    # [recompute] set.
+    Choice(
+        "recompute.mode",
+        ("selective", "attention", "full"),
+        lambda c: not c.run.config.recompute.model_fields_set,
+        "the activations of all blocks do not fit",
+    ),
+    # "Head and loss in chunks". Chunks cost less than recomputation, so they are tried before.
+    Choice(
+        "train.loss_chunks",
+        (4, 8, 16),
+        lambda c: "loss_chunks" not in c.run.train.model_fields_set,
+        "the logits of all tokens do not fit",
+    ),
+)
+"""Choices that are made only where a run does not fit without them; the last is tried first."""
+
+
 @dataclass(frozen=True)
 class Automatic:
     """A config in which automatic keys have their chosen values."""
@@ -294,7 +304,8 @@ class Automatic:
 
     @classmethod
     def of(cls, config: RunConfig, chosen: dict[str, dict[str, Any]]) -> "Automatic":
-        """Apply another rank's choices to this rank's equal config."""
+        """Apply choices, such as another rank's, to a config; it has no other value "auto" then."""
+        config = without_choices(config).config
         for key, row in chosen.items():
             section, name = key.split(".")
             config = config.changed(**{section: {name: row["value"]}})
@@ -324,7 +335,7 @@ def choose(
     Args:
         run: the run; at a start, a MachineCandidate, so that rules about this machine apply.
         used: predicts the fraction of a GPU's memory that a run reserves; inf: unknown. This is
-            slow, so the choices are first made without it and their result is checked once.
+            slow, so choices are first made without it and their result is checked once.
         seconds: predicts the seconds of a step, for CUDA graphs and `recompute.mode = "auto"`;
             inf: unknown.
     """
@@ -332,43 +343,115 @@ def choose(
     run = replace(run, config=without_choices(run.config).config)
     if not machine.gpus:
         return Automatic(run.config)
-    found = _choose(run, machine, lambda _: 0.0, seconds)
-    if used(found.config) > 1 - HEADROOM:
-        found = _choose(run, machine, used, seconds)
-    if not is_searched:
-        return found
-    changed = replace(run, config=found.config)
-    policy, reason = choose_policy(changed, 1 - HEADROOM, used, seconds)
-    rows = {f"recompute.{key}": {"value": v, "reason": reason} for key, v in policy.items()}
-    return Automatic(found.config.changed(recompute=policy), found.chosen | rows)
+    chooser = _Chooser(machine, used, seconds)
+    return chooser.with_policy(run) if is_searched else chooser.fastest(run)
 
 
-def _choose(
-    run: ModelCandidate,
-    machine: Machine,
-    used: Callable[[RunConfig], float],
-    seconds: Callable[[RunConfig], float],
-) -> Automatic:
-    """Set one key after the other.
+@dataclass(frozen=True)
+class _Chooser:
+    """What `choose` does; its fields are arguments of `choose`."""
 
-    A later choice may fix a rule that a default breaks, such as one stage per rank. If a rule stays
-    broken, return the config of the user, which errors then name.
-    """
-    given, chosen = run.config, dict[str, dict[str, Any]]()
-    broken = set(all_broken(run))
-    for choice in CHOICES:
-        situation = _Situation(run, machine, used, seconds)
-        section, name = choice.key.split(".")
-        if name in getattr(run.config, section).model_fields_set or not _holds(choice, situation):
-            continue
-        for value in choice.values:
-            changed = replace(run, config=run.config.changed(**{section: {name: value}}))
-            left = set(all_broken(changed))
-            if left <= broken and _fits(used(changed.config), situation):
-                run, broken = changed, left
-                chosen[choice.key] = {"value": value, "reason": choice.reason}
+    machine: Machine
+    used: Callable[[RunConfig], float]
+    seconds: Callable[[RunConfig], float]
+
+    def fastest(self, run: ModelCandidate) -> Automatic:
+        """Choose with the first of `savings` with which the run fits; nothing if none is enough.
+
+        A run uses HEADROOM only if it does not fit otherwise.
+        """
+        free = self.choices(run)
+        if free is None:
+            return Automatic(run.config)
+        if (share := self.used(free.config)) <= 1 - HEADROOM:
+            return free
+        if share == self.used(run.config) == float("inf"):
+            return Automatic(run.config)
+        for limit in (1 - HEADROOM, 1.0):
+            for saving in self.savings(run):
+                if found := self.that_fit(run, Automatic.of(run.config, saving), limit):
+                    return found
+        return Automatic(run.config)
+
+    def with_policy(self, run: ModelCandidate) -> Automatic:
+        """Choose a policy of recomputation too: after the other choices, and before those that fit.
+
+        Return the faster of the two, if both fit, and if neither does, what is found with the most
+        chunks of the loss. If nothing fits, return what needs the least memory.
+        """
+        savings, limit, found = self.savings(run), 1 - HEADROOM, list[Automatic]()
+        for saving in (savings[0], savings[-1]):
+            plain = Automatic.of(run.config, saving)
+            free = self.choices(run, plain)
+            if free is None:
+                return Automatic(run.config)
+            found.append(self._policy(run, free))
+            if found[-1].config.recompute.mode == "none":
                 break
-    return Automatic(given) if broken else Automatic(run.config, chosen)
+            before = self._policy(run, plain)
+            found.append(self.that_fit(run, before, limit) or before)
+            if any(self.used(each.config) <= limit for each in found):
+                break
+        fit = [each for each in found if self.used(each.config) <= limit]
+        if fit:
+            return min(fit, key=lambda each: self.seconds(each.config))
+        return min(found, key=lambda each: self.used(each.config))
+
+    def savings(self, run: ModelCandidate) -> list[dict[str, dict[str, Any]]]:
+        """Return the combinations of SAVINGS, as `Automatic.chosen`, from none to the slowest."""
+        situation = _Situation(run, self.machine, self.seconds)
+        rows = [
+            [{}, *({choice.key: choice.row(value)} for value in choice.values)]
+            if choice.holds(situation)
+            else [{}]
+            for choice in SAVINGS
+        ]
+        return [dict(ChainMap(*parts)) for parts in product(*rows)]
+
+    def that_fit(self, run: ModelCandidate, start: Automatic, limit: float) -> Automatic | None:
+        """Add all other choices to a start, or those that fit; None: none fits, or a rule."""
+        found = self.choices(run, start)
+        if found is not None and self.used(found.config) > limit:
+            # unknown is also what is not legal without a choice
+            unfit = limit < self.used(start.config) < float("inf")
+            found = None if unfit else self.choices(run, start, limit)
+        return found if found is not None and self.used(found.config) <= limit else None
+
+    def choices(
+        self, run: ModelCandidate, start: Automatic | None = None, limit: float | None = None
+    ) -> Automatic | None:
+        """Set one key of CHOICES after the other; None: a rule stays broken.
+
+        A later choice may fix a rule that a default breaks, such as one stage per rank.
+
+        Args:
+            start: the config to begin with; None: that of the run.
+            limit: fraction of the memory that each choice may use; None: any.
+        """
+        start = start or Automatic(run.config)
+        run, chosen = replace(run, config=start.config), dict(start.chosen)
+        broken = set(all_broken(run))
+        for choice in CHOICES:
+            situation = _Situation(run, self.machine, self.seconds)
+            section, name = choice.key.split(".")
+            is_set = name in getattr(run.config, section).model_fields_set
+            if is_set or not _holds(choice, situation):
+                continue
+            for value in choice.values:
+                changed = replace(run, config=run.config.changed(**{section: {name: value}}))
+                left = set(all_broken(changed))
+                if left <= broken and (limit is None or self.used(changed.config) <= limit):
+                    run, broken = changed, left
+                    chosen[choice.key] = choice.row(value)
+                    break
+        return None if broken else Automatic(run.config, chosen)
+
+    def _policy(self, run: ModelCandidate, start: Automatic) -> Automatic:
+        """Add the fastest policy of recomputation that fits, or the one of the least memory."""
+        begun = replace(run, config=start.config)
+        policy, reason = choose_policy(begun, 1 - HEADROOM, self.used, self.seconds)
+        rows = {f"recompute.{key}": {"value": v, "reason": reason} for key, v in policy.items()}
+        return Automatic(start.config.changed(recompute=policy), start.chosen | rows)
 
 
 def _holds(choice: Choice, situation: _Situation) -> bool:
@@ -376,16 +459,3 @@ def _holds(choice: Choice, situation: _Situation) -> bool:
         return choice.holds(situation)
     except ConfigError:  # the rules report it
         return False
-
-
-def _fits(share: float, before: _Situation) -> bool:
-    """Whether a value fits in memory.
-
-    HEADROOM may be used if the run without the value does not fit either, or needs at least as much
-    memory.
-
-    Args:
-        share: predicted fraction of the memory that the run reserves with the value.
-        before: the run without the value.
-    """
-    return share <= 1 - HEADROOM or share <= before.share <= 1 or share <= 1 < before.share

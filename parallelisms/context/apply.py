@@ -124,6 +124,11 @@ def _check_device(name: str, device_type: str) -> None:
 
 def _check_kernel(kernel: Kernel, shape: ContextLayout, scoring: _Scoring) -> None:
     window, softcap, _ = scoring
+    if window and not shape.causal:
+        raise ConfigError(
+            f"window = {window} with causal = False: windows need a causal mask with cp > 1; use "
+            "window = 0"
+        )
     aligned = kernel.aligned_at_end
     rules = [
         (window and not kernel.window, "a window"),

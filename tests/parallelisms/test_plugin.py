@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dtron.config import Parallel, Recompute
+from dtron.config import Compile, Parallel, Recompute, Section, choices
 from dtron.errors import ConfigError, PlacementError
 from dtron.parallelisms import (
     Mesh,
@@ -457,3 +457,34 @@ def test_fields_replace_those_of_a_plan() -> None:
         _completed(plan, {"unit": "blocks.*"})
     with pytest.raises(ConfigError, match="schedule = 'GPipe' has no effect in the plug-in"):
         _completed(plan, {"parallel": Parallel(schedule="GPipe")})
+    with pytest.raises(ConfigError, match='"auto" is chosen by the Trainer alone; use "none"'):
+        _completed(plan, {"recompute": Recompute(mode="auto")})
+
+
+USED = {
+    "parallel": {
+        *("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"),  # compared with the mesh
+        *("zero", "reduce", "reduce_dtype", "accumulate_in_matmul", "blocks_per_unit"),
+        *("reduce_by", "copy_engines", "prefetch"),
+    },
+    "compile": {"enable", "backend"},
+}
+"""Keys that have an effect in the plug-in."""
+OTHERS = {"cp_inner": 2, "cache_dir": "somewhere", "pp_layout": "Et|tL", "high_priority": ["tp"]}
+"""Values that are not the default, of keys whose type does not tell one."""
+
+
+@pytest.mark.parametrize(("section", "model"), [("parallel", Parallel), ("compile", Compile)])
+def test_keys_without_effect_are_refused(section: str, model: type[Section]) -> None:
+    for key, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        legal = [value for value in choices(section, key) if value not in (default, "auto")]
+        other = OTHERS.get(
+            key, legal[0] if legal else not default if isinstance(default, bool) else 3
+        )
+        given = {section: model().model_copy(update={key: other})}
+        if key in USED[section]:
+            _completed(None, {"units": "blocks.*", **given})
+            continue
+        with pytest.raises(ConfigError, match=rf"{section}\.{key} = .* has no effect"):
+            _completed(None, {"units": "blocks.*", **given})

@@ -307,6 +307,7 @@ def refusals() -> dict[str, str]:
         "row": called(keys, (torch.zeros(2, 2, 2),)),
         "documents": called(keys, torch.zeros(1, 16)),
         "kernel": messages(Context("blocks.*.core", kernel="flash")),
+        "not causal": messages(Context("blocks.*.core", window=5, causal=False)),
         "none": messages(None),
         "pattern": messages(Context("blocks.*.cores")),
         "methods": messages(Context("blocks.*.core", ("ring", "ulysses"))),
@@ -327,3 +328,4 @@ def test_what_is_refused() -> None:
     assert messages["documents"] == messages["row"]
     assert messages["window"].endswith("name 5 in Context.window or Context.windows")
     assert "kernel 'flash' needs GPUs; on a cpu use \"math\"" in messages["kernel"]
+    assert "window = 5 with causal = False: windows need a causal mask" in messages["not causal"]

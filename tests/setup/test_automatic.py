@@ -24,7 +24,7 @@ from dtron.plan.run_shape import Resolved
 from dtron.plan.steptime import predict
 from dtron.run.process import Place
 from dtron.run.rendezvous import meet
-from dtron.setup.automatic import CHOICES, Automatic, Machine, choose, has_nvlink
+from dtron.setup.automatic import CHOICES, SAVINGS, Automatic, Machine, choose, has_nvlink
 from dtron.setup.rules import ModelCandidate, all_broken, resolve
 from dtron.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -32,7 +32,7 @@ from tests.training.test_trainer import tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HOST = Machine(gpus=True, host=8, nvlink=True, torch=(2, 13))
-KEYS = [choice.key for choice in CHOICES]
+KEYS = list(dict.fromkeys(choice.key for choice in (*CHOICES, *SAVINGS)))
 MIXTURE = "model.name=mixtral parallel.ep=2"
 PIPELINE = "parallel.pp=2 model.override.n_layers=8"
 TP = "parallel.tp=2 compile.enable=true"
@@ -238,13 +238,12 @@ def test_chunks_where_logits_do_not_fit() -> None:
     assert chosen("", share=lambda c: 16 / (2 + c.train.loss_chunks))["loss_chunks"] == 16
     assert chosen("", share=lambda c: 32 / (2 + c.train.loss_chunks)) == {}
     assert "loss_chunks" not in chosen("", share=1.0)
-    alone = "parallel.zero=3 parallel.reduce_by=reduce_scatter"  # nothing else is chosen
-    assert chosen(alone, share=needs_chunks) == {"loss_chunks": 4}
+    assert chosen(ALONE, share=needs_chunks) == {"loss_chunks": 4}
 
 
 def test_recomputation_where_activations_do_not_fit() -> None:
     """The fastest mode that fits; not with another key of the section, nor after chunks that do."""
-    alone = "parallel.zero=3 parallel.reduce_by=reduce_scatter"
+    alone = ALONE
     assert chosen(alone, share=needs_recomputation) == {"mode": "attention"}
     assert chosen(f"{alone} recompute.offload=false", share=needs_recomputation) == {}
     assert chosen(alone, share=lambda c: 2 * needs_recomputation(c)) == {}
@@ -495,6 +494,7 @@ def chosen_at_a_start(config: RunConfig, machines: list[Machine]) -> tuple[int, 
     planner._share = lambda *given: predicted.append(given) or share(*given)
     found = planner.at_start(config, place, meet(place, 60))
     assert found == Automatic.of(config, found.chosen)
+    assert found.config.recompute.mode != "auto"
     return len(predicted), {key: row["value"] for key, row in found.chosen.items()}
 
 
@@ -518,7 +518,10 @@ def test_rank_0_chooses_by_what_all_machines_have(
     """And alone predicts: once where everything fits."""
     if torch.__version__ >= "2.15":
         expected = {key: value for key, value in expected.items() if key == "parallel.zero"}
-    (n, first), *others = run_ranks(4, chosen_at_a_start, config_of(), machines)
+    config = config_of()
+    if not machines[-1].gpus:  # the default takes the place of "auto" on all ranks
+        config = config_of("recompute.mode=auto")
+    (n, first), *others = run_ranks(4, chosen_at_a_start, config, machines)
     assert first == expected
     fits_nowhere = not expected and all(machine.gpus for machine in machines)
     assert n > 1 if fits_nowhere else n == bool(expected)
@@ -544,6 +547,61 @@ def test_a_choice_may_mend_a_default() -> None:
     assert chosen(two) == {"zero": 2, "schedule": "ZBVZeroBubble"}
     run = ModelCandidate(config_of(f"{two} parallel.tp=2"), 8)
     assert choose(run, HOST, lambda _: 0.5).chosen == {}
+
+
+ALONE = "parallel.zero=3 parallel.reduce_by=reduce_scatter"
+"""Nothing is chosen with it but what saves memory."""
+
+
+def test_headroom_is_left_where_it_can_be() -> None:
+    """Also by what saves memory: before, 0.97 fitted without recomputation."""
+    shares = {"none": 0.97, "selective": 0.96, "attention": 0.5, "full": 0.4}
+    assert chosen(ALONE, share=lambda c: shares[c.recompute.mode]) == {"mode": "attention"}
+    shares = {"none": 1.2, "selective": 0.98, "attention": 0.97, "full": 0.96}
+    assert chosen(ALONE, share=lambda c: shares[c.recompute.mode]) == {"mode": "selective"}
+
+
+def test_what_saves_memory_is_chosen_together() -> None:
+    def share(config: RunConfig) -> float:
+        activations = {"none": 0.8, "selective": 0.7, "attention": 0.6, "full": 0.1}
+        return 0.5 + 0.5 / config.train.loss_chunks + activations[config.recompute.mode]
+
+    assert chosen(ALONE, share=share) == {"mode": "full", "loss_chunks": 4}
+    searched = chosen(f"{ALONE} recompute.mode=auto", share=share, seconds=lambda _: 1.0)
+    assert (searched["mode"], searched["loss_chunks"]) == ("full", 16)
+
+
+MIXTURE_OF_LITTLE_ROOM = f"{MIXTURE} compile.enable=true {ALONE}"
+
+
+def test_what_saves_memory_leaves_the_other_choices() -> None:
+    """Dispatch that does not fit without recomputation, and a method of context parallelism."""
+    found = chosen(MIXTURE_OF_LITTLE_ROOM, share=lambda c: 0.7 * needs_recomputation(c) + 0.23)
+    assert found == {"mode": "selective", "dispatcher": "symmetric_memory"}
+    shares = {"none": 1.3, "selective": 0.9, "attention": 0.8, "full": 0.7}
+    for mode in ("", "recompute.mode=auto"):
+        words = f"{CP} {ALONE} {mode}"
+        found = chosen(words, share=lambda c: shares[c.recompute.mode], seconds=lambda _: 1.0)
+        assert (found.pop("mode"), found.pop("cp_method")) == ("selective", "ulysses")
+        assert not found.keys() - {"first"}
+
+
+def test_a_policy_may_be_worth_more_than_another_choice() -> None:
+    """ZeRO-2 fits with full recomputation, which costs more than it gains."""
+
+    def share(config: RunConfig) -> float:
+        modes = {"none": 1.3, "selective": 0.9, "attention": 0.85, "full": 0.5}
+        return modes[config.recompute.mode] + (0.4 if config.parallel.zero == 2 else 0)
+
+    def seconds(config: RunConfig) -> float:
+        modes = {"none": 1.0, "selective": 1.1, "attention": 1.2, "full": 1.3}
+        return modes[config.recompute.mode] - (0.02 if config.parallel.zero == 2 else 0)
+
+    words = "parallel.reduce_by=reduce_scatter"
+    assert chosen(words, share=share) == {"mode": "selective"}
+    searched = chosen(f"{words} recompute.mode=auto", share=share, seconds=seconds)
+    assert searched["mode"] == "selective"
+    assert "zero" not in searched
 
 
 def test_chunks_that_leave_no_headroom_are_better_than_none() -> None:
