@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dtron.float8.recipes import RECIPES, Cast, Product, Recipe
+from dtron.float8.recipes import RECIPES, Cast, MatmulCasts, Recipe
 from dtron.io.svg import FRAME, heading, picture, rect, text
 
 DOCS = Path(__file__).parent.parent / "docs" / "float8"
@@ -35,7 +35,7 @@ def draw(recipe: Recipe) -> str:
     return picture(width, height, parts)
 
 
-def _product(name: str, product: Product | None, y: int) -> list[str]:
+def _product(name: str, product: MatmulCasts | None, y: int) -> list[str]:
     casts = (None, None) if product is None else (product.left, product.right)
     parts = [text(12, y + SIDE // 2, name, font_size=11)]
     for number, (title, cast) in enumerate(zip(OPERANDS[name], casts, strict=True)):

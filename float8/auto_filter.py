@@ -57,10 +57,10 @@ def measure(
     return found
 
 
-def table(worth: Mapping[Shape, LayerTimes]) -> str:
+def table(measured: Mapping[Shape, LayerTimes]) -> str:
     """Format the times for the log, one line per shape."""
     rows = [f"{'tokens x in x out':>24}  {'plain ms':>9}  {'float8 ms':>9}  kept in"]
-    for (tokens, inward, outward), times in worth.items():
+    for (tokens, inward, outward), times in measured.items():
         name = f"{tokens} x {inward} x {outward}"
         kept = "float8" if times.gains else "train.dtype"
         rows.append(f"{name:>24}  {times.plain * 1e3:9.3f}  {times.float8 * 1e3:9.3f}  {kept}")

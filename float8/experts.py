@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType
 from dtron.errors import ConfigError
 from dtron.float8.casting import Scaled, dequantize, quantize, wide
 from dtron.float8.convert import MULTIPLE
-from dtron.float8.recipes import EXPERTS, Product
+from dtron.float8.recipes import EXPERTS, MatmulCasts
 from dtron.kernels.grouped import grouped_gradient, grouped_matmul
 from dtron.parallelisms.pipeline.weight_gradients import GroupedMatmul, call_of, site_of
 
@@ -110,7 +110,7 @@ class _Grouped(torch.autograd.Function):
         return of_x, of_weight, None, None, None
 
 
-def _quantize(left: Tensor, right: Tensor, casts: Product) -> tuple[Scaled, Scaled]:
+def _quantize(left: Tensor, right: Tensor, casts: MatmulCasts) -> tuple[Scaled, Scaled]:
     """Cast tokens (N, S) and weights (E, P, S) of E experts to float8: (N, S), (E P, S)."""
     return quantize(left, casts.left), quantize(right.flatten(0, 1), casts.right)
 
@@ -120,7 +120,7 @@ def _multiply(
     b: Scaled,
     offsets: Tensor,
     dtype: torch.dtype,
-    casts: Product,
+    casts: MatmulCasts,
     emulate: bool,
 ) -> Tensor:
     """Multiply each expert's rows, with float8 instructions or emulated.

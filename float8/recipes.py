@@ -59,17 +59,13 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matmul of a layer: the casts of both operands, and the accumulation.
-
-    `fast_accumulation`: the kernel may accumulate in less than float32.
-
-    The kernel may accumulate in less than float32 or not.
-    """
+class MatmulCasts:
+    """Casts of the operands of one matmul of a layer."""
 
     left: Cast
     right: Cast
     fast_accumulation: bool = False
+    """Whether the kernel may accumulate in less than float32."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,9 @@ class Recipe:
     """Casts of a linear layer's three matmuls; grad_weight None: this matmul is not in float8."""
 
     name: str
-    output: Product
-    grad_input: Product
-    grad_weight: Product | None
+    output: MatmulCasts
+    grad_input: MatmulCasts
+    grad_weight: MatmulCasts | None
     kernel: Kernel
     """Kernel of the matmuls on a GPU with float8; `none`: the matmuls are emulated."""
 
@@ -109,37 +105,37 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe(
             "tensorwise",
-            output=Product(_WHOLE, _WHOLE, fast_accumulation=True),
-            grad_input=Product(_WHOLE_GRAD, _WHOLE),
-            grad_weight=Product(_WHOLE_GRAD, _WHOLE),
+            output=MatmulCasts(_WHOLE, _WHOLE, fast_accumulation=True),
+            grad_input=MatmulCasts(_WHOLE_GRAD, _WHOLE),
+            grad_weight=MatmulCasts(_WHOLE_GRAD, _WHOLE),
             kernel="scaled_mm",
         ),
         Recipe(
             "rowwise",
-            output=Product(_ROW, _ROW, fast_accumulation=True),
-            grad_input=Product(_ROW, _ROW),
-            grad_weight=Product(_ROW, _ROW),
+            output=MatmulCasts(_ROW, _ROW, fast_accumulation=True),
+            grad_input=MatmulCasts(_ROW, _ROW),
+            grad_weight=MatmulCasts(_ROW, _ROW),
             kernel="scaled_mm",
         ),
         Recipe(
             "rowwise_with_gw_hp",
-            output=Product(_ROW, _ROW, fast_accumulation=True),
-            grad_input=Product(_ROW, _WHOLE_2),
+            output=MatmulCasts(_ROW, _ROW, fast_accumulation=True),
+            grad_input=MatmulCasts(_ROW, _WHOLE_2),
             grad_weight=None,
             kernel="scaled_mm",
         ),
         Recipe(
             "blockwise",
-            output=Product(_LINE, _SQUARE),
-            grad_input=Product(_LINE, _SQUARE),
-            grad_weight=Product(_LINE, _LINE),
+            output=MatmulCasts(_LINE, _SQUARE),
+            grad_input=MatmulCasts(_LINE, _SQUARE),
+            grad_weight=MatmulCasts(_LINE, _LINE),
             kernel="blocks",
         ),
         Recipe(
             "mxfp8",
-            output=Product(_MX, _MX),
-            grad_input=Product(_MX, _MX),
-            grad_weight=Product(_MX, _MX),
+            output=MatmulCasts(_MX, _MX),
+            grad_input=MatmulCasts(_MX, _MX),
+            grad_weight=MatmulCasts(_MX, _MX),
             kernel="none",
         ),
     )
@@ -147,8 +143,8 @@ RECIPES: dict[str, Recipe] = {
 
 EXPERTS = Recipe(
     "float8.experts",
-    output=Product(_ROW, _ROW, fast_accumulation=True),
-    grad_input=Product(_ROW, _ROW),
+    output=MatmulCasts(_ROW, _ROW, fast_accumulation=True),
+    grad_input=MatmulCasts(_ROW, _ROW),
     grad_weight=None,
     kernel="grouped",
 )

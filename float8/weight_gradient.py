@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtron.float8.casting import Scaled
 from dtron.float8.products import product
-from dtron.float8.recipes import Product, Recipe
+from dtron.float8.recipes import MatmulCasts, Recipe
 from dtron.parallelisms.pipeline.weight_gradients import (
     DeferredMatmul,
     LinearMatmul,
@@ -51,7 +51,7 @@ class Operands:
         return Operands(left.data, right.data, (left.scale, right.scale), transposed)
 
     def multiply(
-        self, casts: Product | None, dtype: torch.dtype, emulate: bool, after: Tensor
+        self, casts: MatmulCasts | None, dtype: torch.dtype, emulate: bool, after: Tensor
     ) -> Tensor:
         """Compute the weight's gradient (O output features, K input features) in `dtype`.
 
@@ -73,7 +73,7 @@ class Float8Matmul(DeferredMatmul):
     """A queued grad_weight of a float8 layer."""
 
     operands: Operands
-    casts: Product | None
+    casts: MatmulCasts | None
     dtype: torch.dtype
     emulate: bool
 

@@ -112,7 +112,7 @@ class RunConfig(Section):
         config = cls.of(values)
         if given := {override.partition("=")[0].strip() for override in overrides}:
             kept = cls._idle_in(own) | given
-            config = config._without_dependants(values, kept, said=sections is None)
+            config = config._without_dependants(values, kept, logged=sections is None)
         if complete is not None and (config.checkpoint.initial or config.model.size == "initial"):
             config = cls.of(complete(values))
         return config
@@ -126,7 +126,7 @@ class RunConfig(Section):
             return set()
 
     def _without_dependants(
-        self, values: dict[str, Any], kept: Collection[str], said: bool
+        self, values: dict[str, Any], kept: Collection[str], logged: bool
     ) -> "RunConfig":
         """Drop keys that lose their effect by an override.
 
@@ -136,14 +136,14 @@ class RunConfig(Section):
             values: the nested values of this config; changed in place.
             kept: keys to keep: keys of the command line, and keys that have no effect even without
                 the overrides.
-            said: whether to print which keys are dropped.
+            logged: whether to print which keys are dropped.
         """
         config = self
         while dropped := [each for each in idle_keys(config) if each[0] not in kept]:
             for key, value, need in dropped:
                 section, name = key.split(".")
                 values[section].pop(name)
-                if said:
+                if logged:
                     note(f"{key} = {value!r} has no effect without {need}; it is ignored")
             config = self.of(values)
         return config
@@ -350,8 +350,8 @@ def _parsed(text: str) -> dict[str, Any]:
         line = text.splitlines()[int(at[1]) - 1] if at else ""
         for pattern, fix in _BROKEN_LINES:
             if at and (found := re.search(pattern, line)):
-                said = fix.format(found[1] if found.groups() else "")
-                raise ValueError(f"line {at[1]}: {said}") from None
+                hint = fix.format(found[1] if found.groups() else "")
+                raise ValueError(f"line {at[1]}: {hint}") from None
         raise
 
 

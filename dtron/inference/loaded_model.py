@@ -23,7 +23,7 @@ from dtron.io.filesystem import is_file, location
 from dtron.models import model_spec
 from dtron.models.hf_weights import CONFIG
 from dtron.run.process import Place, host_group
-from dtron.setup.automatic import Automatic
+from dtron.setup.automatic import without_choices
 from dtron.setup.preflight import open_sets, open_tokenizer, open_weights, set_up_model
 from dtron.training.batches import RankTokens
 from dtron.training.build import ModelBuilder, build_mesh
@@ -72,7 +72,7 @@ def config_of(
     ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     one_each = train.micro_batch * ranks * config.parallel.pp  # no step is taken
     train = train.model_copy(update={"global_batch": one_each})
-    return Automatic(config.model_copy(update={"train": train})).config
+    return without_choices(config.model_copy(update={"train": train})).config
 
 
 def _check_effect(keys: Iterable[str]) -> None:

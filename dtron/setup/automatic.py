@@ -377,24 +377,24 @@ class _Chooser:
         """Choose a policy of recomputation too: after the other choices, and before those that fit.
 
         Return the faster of the two, if both fit, and if neither does, what is found with the most
-        chunks of the loss. If nothing fits, return what needs the least memory.
+        chunks of the loss. If nothing fits, return what needs the least memory; if memory is
+        unknown, no other choice.
         """
         savings, limit, found = self.savings(run), 1 - HEADROOM, list[Automatic]()
-        for saving in (savings[0], savings[-1]):
+        for saving in (savings[0], *savings[1:][-1:]):
             plain = Automatic.of(run.config, saving)
             free = self.choices(run, plain)
             if free is None:
                 return Automatic(run.config)
             found.append(self._policy(run, free))
-            if found[-1].config.recompute.mode == "none":
-                break
+            if self.used(free.config) <= limit and found[-1].config.recompute.mode == "none":
+                return found[-1]
             before = self._policy(run, plain)
             found.append(self.that_fit(run, before, limit) or before)
-            if any(self.used(each.config) <= limit for each in found):
-                break
-        fit = [each for each in found if self.used(each.config) <= limit]
-        if fit:
-            return min(fit, key=lambda each: self.seconds(each.config))
+            if fit := [each for each in found if self.used(each.config) <= limit]:
+                return min(fit, key=lambda each: self.seconds(each.config))
+            if all(self.used(each.config) == float("inf") for each in found):
+                return before
         return min(found, key=lambda each: self.used(each.config))
 
     def savings(self, run: ModelCandidate) -> list[dict[str, dict[str, Any]]]:

@@ -84,15 +84,15 @@ class Float8Plan:
         dist.broadcast_object_list(found, group=group, group_src=0)
         return self.keep_faster_layers(found[0])
 
-    def keep_faster_layers(self, worth: Mapping[Shape, LayerTimes]) -> "Float8Plan":
+    def keep_faster_layers(self, times: Mapping[Shape, LayerTimes]) -> "Float8Plan":
         """Return the plan with only the layers that are faster in float8.
 
         Args:
-            worth: times by shape, from `measure`.
+            times: times by shape, from `measure`.
         Raises:
             ConfigError: no layer is faster.
         """
-        blocks = {name for name in self.shapes if worth[self.shapes[name]].gains}
+        blocks = {name for name in self.shapes if times[self.shapes[name]].gains}
         layers = tuple(name for name in self.layers if name in blocks or name not in self.shapes)
         if not layers:
             raise ConfigError(

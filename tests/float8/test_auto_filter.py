@@ -55,13 +55,13 @@ def test_shapes_are_those_that_a_rank_computes() -> None:
 
 def test_layers_that_gain_are_kept() -> None:
     whole = plan()
-    worth = {shape: FAST if shape[2] >= 64 else SLOW for shape in whole.shapes.values()}
-    kept = whole.keep_faster_layers(worth).layers
+    times = {shape: FAST if shape[2] >= 64 else SLOW for shape in whole.shapes.values()}
+    kept = whole.keep_faster_layers(times).layers
     assert "blocks.0.attn.wq" in kept
     assert "blocks.0.attn.wk" not in kept
     assert set(kept) < set(whole.layers)
     with pytest.raises(ConfigError, match="no layer is faster"):
-        whole.keep_faster_layers(dict.fromkeys(worth, SLOW))
+        whole.keep_faster_layers(dict.fromkeys(times, SLOW))
 
 
 def test_the_table_says_what_each_shape_takes() -> None:
@@ -78,8 +78,8 @@ def test_nothing_is_measured_where_products_are_emulated() -> None:
 
 def test_a_head_that_is_asked_for_is_kept() -> None:
     whole = plan(float8__output="true", model__override__vocab_size=272)
-    worth = {shape: FAST if shape[2] == 64 else SLOW for shape in whole.shapes.values()}
-    assert "head" in whole.keep_faster_layers(worth).layers
+    times = {shape: FAST if shape[2] == 64 else SLOW for shape in whole.shapes.values()}
+    assert "head" in whole.keep_faster_layers(times).layers
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_measurement_times_each_shape_and_leaves_random_numbers_alone() -> Non
     shapes, device = [(2048, 1024, 1024), (64, 64, 64)], torch.device("cuda")
     torch.cuda.manual_seed(0)
     before = torch.cuda.get_rng_state()
-    worth = measure([*shapes, shapes[0]], RECIPES["tensorwise"], torch.bfloat16, device)
-    assert worth.keys() == set(shapes)
-    assert all(each.plain > 0 and each.float8 > 0 for each in worth.values())
+    times = measure([*shapes, shapes[0]], RECIPES["tensorwise"], torch.bfloat16, device)
+    assert times.keys() == set(shapes)
+    assert all(each.plain > 0 and each.float8 > 0 for each in times.values())
     assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -16,7 +16,15 @@ from dtron.config import Compile, Float8, Lora, Parallel, Recompute
 from dtron.errors import ConfigError
 from dtron.setup.rules import ModelCandidate
 from tests.parallelisms.parity import EAGER, Case
-from tests.setup.combinations import DEGREES, FEATURES, SIZES_OF, Feature, sections_of, settings_of
+from tests.setup.combinations import (
+    DEGREES,
+    FEATURES,
+    SIZES_OF,
+    Feature,
+    Tested,
+    sections_of,
+    settings_of,
+)
 
 LIST = Path(__file__).with_name("pairs.txt")
 MOST_RANKS, MOST_COMPILED, MOST_FEATURES = 8, 4, 12
@@ -34,7 +42,7 @@ def case_of(names: Collection[str]) -> Case | None:
     settings = settings_of(features)
     if settings is None:
         return None
-    least = {axis: settings.get(f"parallel.{axis}", 1) for axis in DEGREES}
+    least = _least_degrees(settings)
     spread = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (2, 4))
     for (replicas, shards), n_micro_batches in itertools.product(spread, (4, 1)):
         degrees = {**least, "dp_replicate": replicas, "dp_shard": shards}
@@ -44,6 +52,17 @@ def case_of(names: Collection[str]) -> Case | None:
             if _has(case, features):
                 return case
     return None
+
+
+def compares_tensors(names: Collection[str]) -> bool:
+    """Whether the case of these features compares tensors, and not the noise of float8 alone."""
+    settings = settings_of([BY_NAME[name] for name in names])
+    assert settings is not None
+    return _case(settings, _least_degrees(settings), 1, 1).rounds_alike
+
+
+def _least_degrees(settings: dict[str, Any]) -> dict[str, int]:
+    return {axis: settings.get(f"parallel.{axis}", 1) for axis in DEGREES}
 
 
 def _case(
@@ -108,21 +127,26 @@ def covering(missing: set[tuple[str, str]]) -> Iterator[set[str]]:
         names = set(first)
         rest = set(BY_NAME) - names - ON_GPUS
         while rest and len(names) < MOST_FEATURES:
-            gain = {each: len(_meetings({*names, each}) & missing) for each in sorted(rest)}
+            gain = {each: len(_shown({*names, each}) & missing) for each in sorted(rest)}
             best = max(sorted(rest), key=lambda each: gain[each])
-            if gain[best] <= len(_meetings(names) & missing):
+            if gain[best] <= len(_shown(names) & missing):
                 break
             rest.remove(best)
             case = case_of(sorted({*names, best}))
             if case and not (case.compile.enable and case.world > MOST_COMPILED):
                 names.add(best)
-        missing -= _meetings(names)
+        missing -= _shown(names)
         yield names
 
 
-def _meetings(names: Collection[str]) -> set[tuple[str, str]]:
+def _shown(names: Collection[str]) -> set[tuple[str, str]]:
+    """Return the pairs of which the case of these features would see that they are wrong."""
     order = {name: i for i, name in enumerate(BY_NAME)}
-    return set(itertools.combinations(sorted(names, key=order.__getitem__), 2))
+    if settings_of([BY_NAME[name] for name in names]) is None:
+        return set()
+    test = Tested("", set(names), compares_tensors(names))
+    pairs = itertools.combinations(sorted(names, key=order.__getitem__), 2)
+    return {pair for pair in pairs if test.shows(set(pair))}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from dtron.config import RunConfig
@@ -178,9 +178,22 @@ def run_of(a: Feature, b: Feature) -> ModelCandidate | None:
     return ModelCandidate(RunConfig.of(sections), world)
 
 
-def tested() -> Iterator[tuple[str, set[str]]]:
-    """(test, names of the features that it has), the default run's first, then those with most, at
-    last those of pairs.txt."""
+class Tested(NamedTuple):
+    """A test against one process."""
+
+    name: str
+    features: set[str]
+    tensors: bool
+    """Whether tensors are compared, and not the noise of float8 over all gradients alone, in which
+    one wrong tensor is not seen."""
+
+    def shows(self, pair: set[str]) -> bool:
+        """Whether the test would see that a pair gives wrong results."""
+        return pair <= self.features and (self.tensors or any("float8" in name for name in pair))
+
+
+def tested() -> Iterator[Tested]:
+    """The default run's first, then those with most features, at last those of pairs.txt."""
     from tests.lora import test_lora_layouts
     from tests.parallelisms import pairs, test_matrix, test_parity  # which choose cases for seconds
 
@@ -201,11 +214,12 @@ def tested() -> Iterator[tuple[str, set[str]]]:
             matrix = test.startswith("test_equals")
             taken = (str(case) in test_parity.DEFAULT, str(case) in test_parity.SELECTED)
             order = (*(not each for each in taken), matrix, -len(acting), test)
-            found.append((order, test, acting))
-    for _, test, acting in sorted(found, key=lambda each: each[0]):
-        yield test, acting
+            found.append((order, Tested(test, acting, case.rounds_alike)))
+    yield from (test for _, test in sorted(found, key=lambda each: each[0]))
     for line in pairs.LINES:
-        yield f"test_pairs_equal_one_process[{line}]", set(line.split(", "))
+        features = set(line.split(", "))
+        name = f"test_pairs_equal_one_process[{line}]"
+        yield Tested(name, features, pairs.compares_tensors(features))
 
 
 @cache
@@ -216,15 +230,16 @@ def cells() -> dict[tuple[str, str], tuple[str, str]]:
     with mock.patch("dtron.setup.float8_plan.require_torchao"):  # whether it is installed or not
         for a, b in itertools.combinations(FEATURES, 2):
             both = {a.name, b.name}
-            test = next((name for name, acting in cases if both <= acting), "")
+            test = next((case.name for case in cases if case.shows(both)), "")
             run = run_of(a, b)
             if run is None:
                 assert not test, f"{both}: {test}"
                 cell = ("same key", "")
-            elif messages := list(dict.fromkeys(all_broken(run))):
-                cell = ("rule", "; ".join(messages))
+            elif test:  # maybe of a size or with a third setting that the run lacks
+                cell = ("test", test)
             else:
-                cell = ("test", test) if test else ("legal", "")
+                messages = list(dict.fromkeys(all_broken(run)))
+                cell = ("rule", "; ".join(messages)) if messages else ("legal", "")
             found[a.name, b.name] = cell
     return found
 
@@ -272,8 +287,10 @@ HEAD = """# What can be combined
 
 Any two features of training in a small run. A **letter** is the rule that refuses them before any
 process starts. A number is a test that trains with both and compares with one process; `GPU` is a
-legal pair that needs GPUs. Empty cells are two values of one key, or above the diagonal. Some rules
-depend on sizes: `dtron plan` checks those of your run. Written from the rules of a start by
+legal pair that needs GPUs. Float8 whose scales depend on the layout is compared by the noise of all
+gradients, in which a wrong tensor can hide: such a test counts only for pairs with float8. Empty
+cells are two values of one key, or above the diagonal. Some rules depend on sizes: `dtron plan`
+checks those of your run. Written from the rules of a start by
 
     python -m tests.setup.combinations
 
@@ -283,8 +300,9 @@ depend on sizes: `dtron plan` checks those of your run. Written from the rules o
 graphs ([experts](expert-parallel.md)).
 """
 TESTS = """`test_equals_one_process` is in `tests/parallelisms/test_matrix.py`
-([parity](parity.md)), `test_pairs_equal_one_process` in `tests/parallelisms/test_pairs.py`, the
-others are in `tests/parallelisms/test_parity.py`. A name has the model, the ranks, and the settings
+([parity](parity.md)), `test_pairs_equal_one_process` in `tests/parallelisms/test_pairs.py`,
+`test_layouts_equal_one_process` in `tests/lora/test_lora_layouts.py`, the others are in
+`tests/parallelisms/test_parity.py`. A name has the model, the ranks, and the settings
 that are not at their default."""
 
 if __name__ == "__main__":

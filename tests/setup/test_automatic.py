@@ -353,6 +353,7 @@ def test_the_fastest_policy_that_fits() -> None:
     assert policy("", float("inf")) == {}  # unknown memory
     assert policy("recompute.ffn_chunks=2", 0.8) == {"mode": "attention", "first": 2}
     assert policy("", 4.0, Machine()) == {}
+    assert chosen("recompute.mode=auto", share=float("inf")) == {"mode": "none"}
     config = config_of("recompute.mode=auto recompute.offload=true")
     assert any("recompute.offload" in error for error in all_broken(ModelCandidate(config, 8)))
 
@@ -676,8 +677,13 @@ def test_a_machine_is_what_its_ranks_see(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {2, 3})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties())
 
-    def of(world: int, local: int, hosts: str = "", told: bool = True) -> tuple[bool, int, bool]:
-        for name, value in (("GROUP_WORLD_SIZE", hosts), ("LOCAL_WORLD_SIZE", str(local) * told)):
+    def of(
+        world: int, local: int, hosts: str = "", exported: bool = True
+    ) -> tuple[bool, int, bool]:
+        for name, value in (
+            ("GROUP_WORLD_SIZE", hosts),
+            ("LOCAL_WORLD_SIZE", str(local) * exported),
+        ):
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
@@ -689,7 +695,7 @@ def test_a_machine_is_what_its_ranks_see(monkeypatch: pytest.MonkeyPatch) -> Non
     assert of(4, 2) == (True, 2, True)
     assert of(12, 8, "2") == of(12, 4, "2") == (True, 1, True)  # hosts of 8 and 4
     assert of(8, 8)[2] is False  # two ranks share a GPU
-    assert of(4, 4, told=False) == (True, 1, True)  # srun: perhaps of several hosts
+    assert of(4, 4, exported=False) == (True, 1, True)  # srun: perhaps of several hosts
     monkeypatch.setattr(_Properties, "name", "NVIDIA H200 NVL")
     assert of(4, 2) == (True, 2, False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
