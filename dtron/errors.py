@@ -296,9 +296,10 @@ def _key_error(
     if first["type"] in ("model_type", "model_attributes_type") and "." not in key:
         return f"{key} = {shown}: {key} is a section; write [{key}]"
     rule = first["msg"].removeprefix("Value error, ")
-    if key in automatic and "expected" in first.get("ctx", {}):
+    if key in automatic and "expected" in first.get("ctx", {}) and "'auto'" not in rule:
         rule = f'{rule.replace(" or ", ", ")} or "auto"'
-    hint = _hint_of_value(key, first)
+    absent = first["input"] == "auto" and key not in automatic
+    hint = '; it has no "auto"' if absent else _hint_of_value(key, first)
     return f"{key} = {shown}: {rule}{hint}"
 
 
@@ -327,7 +328,7 @@ def _hint_of_value(key: str, failure: Any) -> str:
     if kind in _NUMBERS and isinstance(value, str) and re.fullmatch(_NUMBERS[kind], value):
         return f"; write {value}, without quotes"
     expected = str(failure.get("ctx", {}).get("expected", ""))
-    quoted = re.findall("'([^']+)'", expected)
+    quoted = [value for value in re.findall("'([^']*)'", expected) if value]
     return nearest(str(value), quoted or re.findall(r"\d+", expected), 0.5 if quoted else 0.3)
 
 

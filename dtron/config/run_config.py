@@ -321,8 +321,12 @@ def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
 def choices(section: str, key: str) -> tuple[Any, ...]:
     """Return the legal values of a Literal key; an empty tuple for any other key."""
     kind = type(getattr(RunConfig(), section)).model_fields[key].annotation
-    also = ("auto",) if is_automatic(section, key) else ()
-    return (*get_args(kind), *also) if get_origin(kind) is Literal else ()
+    values = get_args(kind) if get_origin(kind) is Literal else ()
+    return (
+        (*values, "auto")
+        if values and "auto" not in values and is_automatic(section, key)
+        else values
+    )
 
 
 def is_automatic(section: str, key: str) -> bool:
@@ -387,9 +391,11 @@ def _apply_override(values: dict[str, Any], text: str) -> None:
         if key.strip() in RunConfig.model_fields:
             first = next(name for name in known if name.startswith(f"{key.strip()}."))
             default = {name: value for name, value, _ in fields(RunConfig)}[first]
+            wanted = isinstance(default, bool) and raw.strip() in ("true", "false")
+            example = raw.strip() if wanted else toml_value(default)
             raise ConfigError(
                 f"override {text!r}: {key.strip()} is a section; write {key.strip()}.KEY=value, "
-                f"such as {first}={toml_value(default)}"
+                f"such as {first}={example}"
             )
         raise ConfigError(
             f"override {text!r} is not of the form section.key=value (no spaces){hint}"

@@ -4,8 +4,8 @@ layouts.
 The rules are those of a run's start, except for checks of the machine: the choice of an attention
 backend, the presence and features of GPUs, and `unchecked`. With a hardware row, copy engines and
 dispatch by symmetric memory or DeepEP are refused across hosts, since ranks cannot read the memory
-of another host. Similar layouts differ in one or two degrees, the smallest changes first; dp_shard
-takes the remaining ranks.
+of another host. Similar layouts differ in the dispatcher or in one or two degrees, the smallest
+changes first; dp_shard takes the remaining ranks.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any
 
 from dtron.config import RunConfig
 from dtron.errors import ConfigError
+from dtron.parallelisms.expert.dispatchers import in_graphs
 from dtron.plan.communication import expert_group, sharing
 from dtron.plan.hardware import Hardware
 from dtron.plan.run_shape import Resolved, shortened
@@ -190,7 +191,8 @@ def _inside_hosts(
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield (size of the change, keys and values) for changes of one or two degrees."""
+    """Yield (size of the change, keys and values) for changes of the dispatcher, or of one or two
+    degrees."""
     parallel = config.parallel
     free = {} if parallel.dp_shard == -1 else {"dp_shard": -1}
     options = {key: _nearby(key, getattr(parallel, key)) for key in _VARIED}
@@ -198,6 +200,8 @@ def _changes(config: RunConfig) -> Iterator[tuple[float, dict[str, Any]]]:
         yield 0.5, dict(free)
     if parallel.pp_layout:
         yield 0.5, {"pp_layout": ""}
+    if parallel.ep * parallel.etp > 1 and not in_graphs(parallel.dispatcher):
+        yield 0.5, {**free, "dispatcher": "symmetric_memory"}
     for count in (1, 2):
         for keys in combinations(_VARIED, count):
             for values in product(*(options[key] for key in keys)):

@@ -1,5 +1,6 @@
 """Print a plan in the terminal."""
 
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -88,6 +89,7 @@ def _recompute(config: RunConfig) -> str:
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     memory = plan["memory"]
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
+    search = "" if memory["fits"] else "; dtron plan --search finds layouts that fit"
     lines = [
         f"{parameters(memory)}, "
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP per token (full), "
@@ -95,7 +97,7 @@ def _print_summary(console: Console, plan: dict[str, Any]) -> None:
         f"memory: pipeline rank {memory['worst_rank']} reserves {_size(memory['reserved'])}"
         f"{_shared(memory['symmetric'])} of {_size(memory['limit'])} on {plan['hardware']}: "
         f"{verdict}; with "
-        f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}",
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True {_size(memory['expandable'])}{search}",
         *([_host(memory)] if memory["host"] else []),
         *(f"warning: {what}" for what in plan["warnings"]),
         *(f"not checked: {what}" for what in plan["unchecked"]),
@@ -189,12 +191,18 @@ def _memory(memory: dict[str, Any]) -> Table:
     for rank in memory["ranks"]:
         sizes = [*rank["classes"].values(), rank["peak"], rank["reserved"]]
         columns.setdefault(tuple(f"{size / unit:.1f}" for size in sizes), []).append(rank["rank"])
-    alike = [f"{r[0]}" if len(r) == 1 else f"{r[0]} ... {r[-1]}" for r in columns.values()]
-    made = table(f"{name} by class", ["pipeline rank", *alike])
+    made = table(f"{name} by class", ["pipeline rank", *map(_ranges, columns.values())])
     for what, *cells in zip(names, *columns, strict=True):
         if set(cells) != {"0.0"}:
             made.add_row(what, *cells)
     return made
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers: 2, 4 ... 7."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]} ... {r[-1]}" for r in found)
 
 
 COLLECTIVES = ("purpose", "axis", "collective", "ranks", "link", "calls", "GB", "s")

@@ -14,7 +14,7 @@ import os
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -313,7 +313,11 @@ class Automatic:
 
     def line(self) -> str:
         """Return the line to log; empty if all keys have their defaults."""
-        shown = [f"{k} = {json.dumps(v['value'])} ({v['reason']})" for k, v in self.chosen.items()]
+        rows = groupby(self.chosen.items(), lambda row: row[1]["reason"])
+        shown = [
+            ", ".join(f"{key} = {json.dumps(row['value'])}" for key, row in alike) + f" ({reason})"
+            for reason, alike in rows
+        ]
         return f"chosen automatically: {', '.join(shown)}" if shown else ""
 
 

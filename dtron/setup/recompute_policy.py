@@ -44,11 +44,11 @@ def choose_policy(
         if set(all_broken(replace(run, config=config))) <= broken:
             found.append((seconds(config), config, policy))
     shares = []
-    for time, config, policy in sorted(found, key=lambda each: each[0]):
+    for _, config, policy in sorted(found, key=lambda each: each[0]):
         shares.append((used(config), policy))
         if shares[-1][0] <= limit:
-            reason = f"the fastest policy that fits: {time:.3g} s a step, {shares[-1][0]:.0%} of "
-            return _set(policy), f"{reason}memory, as predicted"
+            reason = f"the fastest policy that fits: {shares[-1][0]:.0%} of memory, as predicted"
+            return _set(policy), reason
     share, policy = min(shares, key=lambda each: each[0], default=(float("inf"), {}))
     if share == float("inf"):
         return {"mode": "none"}, "the memory of the run is unknown"

@@ -98,6 +98,12 @@ def test_experts_see_the_same_ranks() -> None:
         ("parallel.cp_method=ulyses", "parallel.cp_method = 'ulyses': Input should be 'ring'"),
         ("parallel.cp_method=ulyses", """'hierarchical' or "auto"; did you mean ulysses?"""),
         ('parallel.cp_method=["ring", "al"]', "parallel.cp_method.1 = 'al'"),
+        ("float8.recipe=tensor", "; did you mean tensorwise?"),
+        ("recompute.mode=Full", "'selective' or 'auto'; did you mean full?"),
+        (
+            "parallel.tp=auto",
+            """parallel.tp = 'auto': Input should be a valid integer; it has no""",
+        ),
         ("paralel.tp=2", "unknown key paralel.tp; did you mean parallel.tp?"),
         ("train.steps=x", "train.steps = 'x'"),
         ("train.steps=0", "train.steps = 0"),
@@ -678,6 +684,7 @@ def test_an_unknown_command_lists_all(words: list[str], capsys: pytest.CaptureFi
             "checkpoint.resume = True: Input should be a valid string; write",
         ),
         ("checkpoint.resume=Latest", "checkpoint.resume = 'Latest': write \"latest\""),
+        ("compile=true", "such as compile.enable=true"),
         ("train=5", "train is a section; write train.KEY=value, such as train.steps=100"),
         (
             "data.paths=[my.jsonl]",

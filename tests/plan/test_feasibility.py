@@ -21,6 +21,7 @@ from dtron.models.flops import n_parameters
 from dtron.plan.feasibility import check
 from dtron.plan.hardware import hardware
 from dtron.plan.plan import plan
+from dtron.plan.report import _ranges
 from dtron.plan.run_shape import Resolved
 from dtron.run.process import Place
 from dtron.setup import preflight
@@ -135,6 +136,23 @@ def test_the_shipped_layout_of_deepseek_v3_fits_with_the_headroom_of_the_search(
     found = planned("deepseek_v3", 1024)
     assert found["memory"]["reserved"] < 0.95 * found["memory"]["limit"]
     assert found["time"]["mfu"]["full"] > 0.3
+
+
+def test_a_dispatcher_with_which_a_run_is_legal_is_named() -> None:
+    """Of the fast paths together: float8, async TP, a split backward, recomputation, compile."""
+    words = ["parallel.tp=2", "parallel.async_tp=true", "recompute.mode=selective"]
+    words.append("parallel.schedule=ZBVZeroBubble")
+    found = planned("deepseek_v3", 1024, *words)
+    assert len(found["reasons"]) == 1
+    assert found["nearest"][0] == {"dispatcher": "symmetric_memory"}
+    found = planned("deepseek_v3", 1024, *words, "parallel.dispatcher=symmetric_memory")
+    assert found["legal"]
+    assert found["time"]
+
+
+def test_pipeline_ranks_of_a_column_are_listed() -> None:
+    assert _ranges([2]) == "2"
+    assert _ranges([2, 3, 4, 6, 8, 9]) == "2 ... 4, 6, 8 ... 9"
 
 
 def test_deepep_over_several_hosts_is_refused() -> None:
