@@ -11,7 +11,7 @@ from tests.setup.combinations import cells
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=str)
 def test_pairs_equal_one_process(line: str) -> None:
     check(case_of_line(line), seconds=600)
 
