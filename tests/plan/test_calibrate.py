@@ -53,7 +53,7 @@ def test_two_hosts_of_two_ranks_are_measured() -> None:
     for name in ("ceiling", "copy", "launch", "host_link", "nvlink", "network"):
         assert 0 < getattr(row, name) != getattr(H200, name), name
     assert {kind for kind, _ in row.kinds} == set(KINDS)
-    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide"]
+    assert sorted(kept) == ["calls", "domain", "host", "outside", "peak", "wide", "widest"]
     assert row.calls == H200.calls
     assert row.overlap != H200.overlap
     assert {key[:2] for key in row.overlap} == {key[:2] for key in H200.overlap}
