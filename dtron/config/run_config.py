@@ -321,12 +321,10 @@ def fields(model: type[BaseModel]) -> tuple[tuple[str, Any, str], ...]:
 def choices(section: str, key: str) -> tuple[Any, ...]:
     """Return the legal values of a Literal key; an empty tuple for any other key."""
     kind = type(getattr(RunConfig(), section)).model_fields[key].annotation
-    values = get_args(kind) if get_origin(kind) is Literal else ()
-    return (
-        (*values, "auto")
-        if values and "auto" not in values and is_automatic(section, key)
-        else values
-    )
+    if get_origin(kind) is not Literal:
+        return ()
+    also = ("auto",) if is_automatic(section, key) else ()
+    return tuple(dict.fromkeys((*get_args(kind), *also)))
 
 
 def is_automatic(section: str, key: str) -> bool:

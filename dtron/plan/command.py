@@ -46,8 +46,8 @@ def plan_parser() -> argparse.ArgumentParser:
     rows = f"{', '.join(HARDWARE)}, or a file from dtron plan calibrate; default {DEFAULT}"
     parser.add_argument("--hardware", default=DEFAULT, metavar="NAME", help=rows)
     parser.add_argument("--tokens", type=float, default=0.0, help="training tokens, for the cost")
-    varied = "degrees, schedule, micro-batch size, recomputation"
-    searches = f"find the fastest layout that fits; other {varied} than the config's"
+    varied = "degrees, schedule, micro-batch size and recomputation, also those that are set"
+    searches = f"find the fastest layout that fits; varies {varied}"
     parser.add_argument("--search", action="store_true", help=searches)
     parser.add_argument("--float8", action="store_true", help="--search also tries float8")
     free = f"fraction of GPU memory that --search leaves free; default {HEADROOM}"

@@ -89,7 +89,7 @@ def _recompute(config: RunConfig) -> str:
 def _print_summary(console: Console, plan: dict[str, Any]) -> None:
     memory = plan["memory"]
     verdict = "fits" if memory["fits"] else "DOES NOT FIT"
-    search = "" if memory["fits"] else "; dtron plan --search finds layouts that fit"
+    search = "" if memory["fits"] else "; dtron plan --search looks for layouts that fit"
     lines = [
         f"{parameters(memory)}, "
         f"{number(plan['flops']['full_per_token'] / 1e9)} GFLOP per token (full), "

@@ -415,10 +415,12 @@ class _Chooser:
     def that_fit(self, run: ModelCandidate, start: Automatic, limit: float) -> Automatic | None:
         """Add all other choices to a start, or those that fit; None: none fits, or a rule."""
         found = self.choices(run, start)
-        if found is not None and self.used(found.config) > limit:
-            # unknown is also what is not legal without a choice
-            unfit = limit < self.used(start.config) < float("inf")
-            found = None if unfit else self.choices(run, start, limit)
+        if found is None or self.used(found.config) <= limit:
+            return found
+        # The memory of a start that is legal only with a choice is unknown.
+        if limit < self.used(start.config) < float("inf"):
+            return None
+        found = self.choices(run, start, limit)
         return found if found is not None and self.used(found.config) <= limit else None
 
     def choices(

@@ -136,6 +136,8 @@ def test_a_choice_is_the_first_that_no_rule_refuses(words: str, expected: dict[s
     assert chosen(words) == expected
 
 
+ALONE = "parallel.zero=3 parallel.reduce_by=reduce_scatter"
+"""Nothing is chosen with it but what saves memory."""
 EVERYTHING = {
     "parallel.cp_method": CP,
     "parallel.dispatcher": MIXTURE,
@@ -243,15 +245,14 @@ def test_chunks_where_logits_do_not_fit() -> None:
 
 def test_recomputation_where_activations_do_not_fit() -> None:
     """The fastest mode that fits; not with another key of the section, nor after chunks that do."""
-    alone = ALONE
-    assert chosen(alone, share=needs_recomputation) == {"mode": "attention"}
-    assert chosen(f"{alone} recompute.offload=false", share=needs_recomputation) == {}
-    assert chosen(alone, share=lambda c: 2 * needs_recomputation(c)) == {}
-    assert chosen(alone, share=lambda c: needs_chunks(c) * needs_recomputation(c) / 1.3) == {
+    assert chosen(ALONE, share=needs_recomputation) == {"mode": "attention"}
+    assert chosen(f"{ALONE} recompute.offload=false", share=needs_recomputation) == {}
+    assert chosen(ALONE, share=lambda c: 2 * needs_recomputation(c)) == {}
+    assert chosen(ALONE, share=lambda c: needs_chunks(c) * needs_recomputation(c) / 1.3) == {
         "loss_chunks": 4
     }
-    assert "mode" not in chosen(alone, share=1.0)
-    assert "mode" not in chosen(alone, share=float("inf"))
+    assert "mode" not in chosen(ALONE, share=1.0)
+    assert "mode" not in chosen(ALONE, share=float("inf"))
 
 
 SMALL_GPT = (
@@ -548,10 +549,6 @@ def test_a_choice_may_mend_a_default() -> None:
     assert chosen(two) == {"zero": 2, "schedule": "ZBVZeroBubble"}
     run = ModelCandidate(config_of(f"{two} parallel.tp=2"), 8)
     assert choose(run, HOST, lambda _: 0.5).chosen == {}
-
-
-ALONE = "parallel.zero=3 parallel.reduce_by=reduce_scatter"
-"""Nothing is chosen with it but what saves memory."""
 
 
 def test_headroom_is_left_where_it_can_be() -> None:
